@@ -1,0 +1,1 @@
+"""Serving plans without torch and without a clock: KV cache blocks, prefix cache, scheduler."""

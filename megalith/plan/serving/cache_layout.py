@@ -1,0 +1,85 @@
+"""KV cache groups: attentions with equal views share block tables; one pool serves all groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionView:
+    """Which preceding tokens a layer attends to."""
+
+    window: int | None = None
+    """Number of latest tokens, including the query itself; None: all."""
+
+    chunked: bool = False
+    """Attend only to the chunk of `window` tokens that contains the query."""
+
+    def before(self, count: int) -> int:
+        """Return how many of the first `count` tokens of a document the next token attends to.
+
+        >>> views = [AttentionView(4), AttentionView(4, chunked=True), AttentionView()]
+        >>> [view.before(6) for view in views]
+        [3, 2, 6]
+        """
+        if self.window is None:
+            return count
+        return count % self.window if self.chunked else min(count, self.window - 1)
+
+    def first_needed(self, position: int) -> int:
+        """Return the first token that a query at `position`, or at any later one, attends to.
+
+        It is `position` itself if no earlier token is needed. It never decreases with `position`,
+        so the keys and values before it can be freed.
+
+        >>> views = [AttentionView(4), AttentionView(4, chunked=True), AttentionView()]
+        >>> [view.first_needed(6) for view in views]
+        [3, 4, 0]
+        """
+        return position - self.before(position)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Where each attention of a model stores its keys and values in a shared pool of blocks.
+
+    Every group has its own block table per sequence. A block of any group has storage for
+    `num_slots` attentions, so that all blocks have the same number of bytes.
+    """
+
+    groups: tuple[AttentionView, ...]
+    """Attention view of each KV cache group."""
+
+    slots: tuple[tuple[int, int], ...]
+    """(group, slot in the group's blocks) of each attention of the model."""
+
+    num_slots: int
+    """Number of attentions that a block stores; the last group of a view may leave some unused."""
+
+
+def plan_cache_layout(views: Sequence[AttentionView]) -> CacheLayout:
+    """Divide the attentions of a model into KV cache groups of equal size and equal view.
+
+    `views` has one entry per attention of the model, in order. The group size is the number of
+    attentions of the rarest view. A model without attention has no groups.
+
+    >>> local = AttentionView(512)
+    >>> layout = plan_cache_layout([local, local, AttentionView(), local])
+    >>> [view.window for view in layout.groups], layout.slots, layout.num_slots
+    ([512, 512, None, 512], ((0, 0), (1, 0), (2, 0), (3, 0)), 1)
+    """
+    counts: dict[AttentionView, int] = {}
+    for view in views:
+        counts[view] = counts.get(view, 0) + 1
+    num_slots = min(counts.values(), default=0)
+
+    groups: list[AttentionView] = []
+    slots: list[tuple[int, int]] = []
+    next_slot: dict[AttentionView, tuple[int, int]] = {}
+    for view in views:
+        group, slot = next_slot.get(view, (0, num_slots))
+        if slot == num_slots:
+            group, slot = len(groups), 0
+            groups.append(view)
+        slots.append((group, slot))
+        next_slot[view] = (group, slot + 1)
+    return CacheLayout(tuple(groups), tuple(slots), num_slots)

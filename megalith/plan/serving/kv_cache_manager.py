@@ -1,0 +1,336 @@
+"""KV cache manager: the blocks of each sequence, from prefix hit to release."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megalith.plan.serving.block_allocator import BlockAllocator
+from megalith.plan.serving.cache_layout import AttentionView
+from megalith.plan.serving.prefix_cache import (
+    NO_BLOCK,
+    PrefixCache,
+    PrefixHit,
+    compute_root_digest,
+    extend_block_hashes,
+)
+from megalith.plan.serving.sequence_state import SequenceState
+
+UNLIMITED = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy of a block (all layers, keys and values) before a forward pass (copy-on-write)."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCopy:
+    """A planned copy; the source stays referenced until the forward pass succeeded."""
+
+    state: SequenceState
+    table: list[int]
+    index: int
+    copy: BlockCopy
+
+
+class KVCacheManager:
+    """Blocks of all sequences: allocation, prefix hits, copy-on-write, registration and release.
+
+    `groups`: attention view of each KV cache group. All block tables of a sequence have the same
+    length. Without groups (a model without attention) no blocks are needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[AttentionView],
+        prefix_caching: bool,
+    ) -> None:
+        self.block_size = block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.prefix_cache = PrefixCache(self.allocator, block_size=block_size, groups=groups)
+        self._groups = tuple(groups)
+        self._prefix_caching = prefix_caching and bool(groups)
+        self._windowed = [
+            (view, [group for group, other in enumerate(groups) if other == view])
+            for view in dict.fromkeys(groups)
+            if view.window is not None
+        ]
+        self._num_full_groups = sum(view.window is None for view in groups)
+        self._pending: list[PendingCopy] = []
+        self._version = 0
+
+    @property
+    def pending_copies(self) -> tuple[BlockCopy, ...]:
+        """Copies of the step that is planned. No destination is a source or occurs twice, so they
+        may be executed in any order."""
+        return tuple(pending.copy for pending in self._pending)
+
+    def count_required_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Return the largest number of blocks that a sequence of `num_tokens` tokens holds at a
+        time, if it is processed in chunks of at most `chunk` tokens."""
+        num_blocks = -(-num_tokens // self.block_size)
+        total = self._num_full_groups * num_blocks
+        for view, groups in self._windowed:
+            assert view.window is not None  # windowed views only
+            num_needed = view.window - 1 + chunk
+            is_aligned = view.chunked and view.window % self.block_size == 0
+            # without alignment, the first and the last block may each contain one needed token
+            offset = 0 if is_aligned else self.block_size - 1
+            total += len(groups) * min(num_blocks, -(-(num_needed + offset) // self.block_size))
+        return total
+
+    def find_longest_sequence(self) -> int | None:
+        """Return how many tokens of one sequence fit into an empty pool; None: any number."""
+        if self.count_required_blocks(UNLIMITED, 1) <= self._num_blocks:
+            return None
+        low, high = 0, self._num_blocks * self.block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.count_required_blocks(middle, 1) <= self._num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def initialize(self, state: SequenceState) -> None:
+        """Set the fields of a sequence that holds no blocks."""
+        state.block_tables = [[] for _ in self._groups]
+        state.num_computed_tokens = 0
+        state.capacity = 0 if self._groups else UNLIMITED
+        state.shares_last_block = False
+        state.num_registered_blocks = 0
+        state.registers_blocks = self._prefix_caching and not state.one_token_after_prompt
+        state.num_freed_blocks = [0] * len(self._windowed)
+        self._mark_changed(state)
+
+    def count_held_blocks(self, state: SequenceState) -> int:
+        """Return the number of blocks that a sequence references, shared ones included."""
+        if not self._groups:
+            return 0
+        num_held = len(self._groups) * len(state.block_tables[0])
+        for (_, groups), num_freed in zip(self._windowed, state.num_freed_blocks, strict=True):
+            num_held -= num_freed * len(groups)
+        return num_held
+
+    def reads_prefix_cache(self, state: SequenceState) -> bool:
+        """Return whether a sequence without blocks looks up its prefix."""
+        return state.registers_blocks and state.reads_prefix_cache
+
+    def find_hit(self, state: SequenceState) -> PrefixHit:
+        """Return the cached prefix of a sequence that holds no blocks, without pinning it."""
+        if not self.reads_prefix_cache(state):
+            return PrefixHit(0, [[] for _ in self._groups])
+        self._extend_hashes(state)
+        return self.prefix_cache.match(state.block_hashes, len(state.token_ids))
+
+    def count_evictable(self, hit: PrefixHit) -> int:
+        """Return how many blocks of a hit are cached: pinning them makes them unavailable."""
+        return sum(
+            block != NO_BLOCK and self.allocator.ref_count(block) == 0
+            for table in hit.block_tables
+            for block in table
+        )
+
+    def use_hit(self, state: SequenceState, hit: PrefixHit) -> None:
+        """Pin a hit and continue the sequence after it."""
+        num_tokens = hit.num_blocks * self.block_size
+        self.prefix_cache.pin(hit)
+        if not hit.num_blocks:
+            return
+        state.block_tables = hit.block_tables
+        state.num_computed_tokens = state.capacity = num_tokens
+        state.num_registered_blocks = hit.num_blocks
+        state.num_freed_blocks = [
+            view.first_needed(num_tokens) // self.block_size for view, _ in self._windowed
+        ]
+        self._mark_changed(state)
+
+    def count_fitting_tokens(self, state: SequenceState) -> int:
+        """Return how many more tokens of a sequence the available blocks can store."""
+        spare = self.allocator.num_available
+        if not self._groups:
+            return UNLIMITED
+        if state.shares_last_block:
+            spare -= len(self._find_shared_groups(state))
+            if spare < 0:
+                return 0
+        num_new_blocks = spare // len(self._groups)
+        return state.capacity + num_new_blocks * self.block_size - state.num_computed_tokens
+
+    def allocate(self, state: SequenceState, end: int) -> None:
+        """Allocate blocks for the tokens before `end` and plan the copy of a shared last block."""
+        if state.shares_last_block:
+            self._copy_shared_blocks(state)
+        num_groups = len(self._groups)
+        num_new_blocks = -(-(end - state.capacity) // self.block_size)
+        if num_new_blocks <= 0 or not num_groups:
+            return
+        blocks = self.allocator.allocate(num_new_blocks * num_groups)
+        for group, table in enumerate(state.block_tables):
+            table.extend(blocks[group::num_groups])
+        state.capacity += num_new_blocks * self.block_size
+        self._mark_changed(state)
+
+    def share(self, parent: SequenceState, child: SequenceState) -> None:
+        """Let a new sequence reference the blocks of all computed tokens of `parent`."""
+        num_tokens = parent.num_computed_tokens
+        num_blocks = -(-num_tokens // self.block_size)
+        child.block_tables = [table[:num_blocks] for table in parent.block_tables]
+        for table in child.block_tables:
+            for block in table:
+                if block != NO_BLOCK:
+                    self.allocator.share(block)
+        if self._groups:
+            child.capacity = num_blocks * self.block_size
+            has_partial_block = num_tokens % self.block_size != 0
+            child.shares_last_block = has_partial_block
+            parent.shares_last_block = parent.shares_last_block or has_partial_block
+        child.num_computed_tokens = num_tokens
+        child.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
+        child.registers_blocks = child.registers_blocks and parent.registers_blocks
+        child.num_registered_blocks = parent.num_registered_blocks
+        child.num_freed_blocks = list(parent.num_freed_blocks)
+        self._mark_changed(child)
+
+    def release(self, state: SequenceState) -> None:
+        """Release all blocks of a sequence; registered ones stay cached.
+
+        The old tables are replaced, not changed, because a plan may refer to them.
+        """
+        for table in state.block_tables:
+            for block in reversed(table):
+                if block != NO_BLOCK:
+                    self.allocator.release(block)
+        self.initialize(state)
+
+    def advance(self, state: SequenceState, end: int) -> None:
+        """Record that the tokens before `end` are in the cache: register full blocks, free blocks
+        that no later query attends to."""
+        state.num_computed_tokens = end
+        if state.registers_blocks and end >= (state.num_registered_blocks + 1) * self.block_size:
+            self._register_blocks(state)
+        for number, (view, groups) in enumerate(self._windowed):
+            first = view.first_needed(end) // self.block_size
+            if first > state.num_freed_blocks[number]:
+                self._free_blocks(state, groups, range(state.num_freed_blocks[number], first))
+                state.num_freed_blocks[number] = first
+
+    def finish_copies(self) -> None:
+        """Release the sources of the planned copies, after the forward pass succeeded."""
+        for pending in self._pending:
+            self.allocator.release(pending.copy.source)
+        self._pending.clear()
+
+    def undo_copies(self) -> None:
+        """Restore the shared blocks of sequences that still exist, after the forward pass failed:
+        the copies may not have been executed."""
+        for pending in self._pending:
+            state, copy = pending.state, pending.copy
+            if not any(table is pending.table for table in state.block_tables):
+                self.allocator.release(copy.source)
+                continue
+            pending.table[pending.index] = copy.source
+            self.allocator.release(copy.destination)
+            state.shares_last_block = True
+            self._mark_changed(state)
+        self._pending.clear()
+
+    def reset_prefix_cache(self, running: Iterable[SequenceState]) -> None:
+        """Empty the prefix cache; blocks that running sequences hold never enter it."""
+        self.prefix_cache.reset()
+        for state in running:
+            state.registers_blocks = False
+
+    def check(self, states: Iterable[SequenceState]) -> None:
+        """Verify all invariants; `states` are all sequences that hold blocks.
+
+        Raises:
+            AssertionError: an invariant is violated; the message names the block.
+        """
+        references = [pending.copy.source for pending in self._pending]
+        for state in states:
+            num_blocks = sum(block != NO_BLOCK for table in state.block_tables for block in table)
+            assert num_blocks == self.count_held_blocks(state), (
+                f"request {state.request_id} holds {num_blocks} blocks"
+            )
+            references += [
+                block for table in state.block_tables for block in table if block != NO_BLOCK
+            ]
+        self.allocator.check(references)
+        self.prefix_cache.check()
+
+    @property
+    def _num_blocks(self) -> int:
+        return self.allocator.num_blocks
+
+    def _mark_changed(self, state: SequenceState) -> None:
+        self._version += 1
+        state.table_version = self._version
+
+    def _extend_hashes(self, state: SequenceState) -> None:
+        root = compute_root_digest(state.salt, long_rope=state.uses_long_rope)
+        extend_block_hashes(state.block_hashes, state.token_ids, self.block_size, root)
+
+    def _find_shared_groups(self, state: SequenceState) -> list[int]:
+        """Return the groups whose block of the next token has other references.
+
+        A pending copy does not count: its source may be written after the copy.
+        """
+        index = state.num_computed_tokens // self.block_size
+        groups = []
+        for group, table in enumerate(state.block_tables):
+            num_pending = sum(pending.copy.source == table[index] for pending in self._pending)
+            if self.allocator.ref_count(table[index]) - num_pending > 1:
+                groups.append(group)
+        return groups
+
+    def _copy_shared_blocks(self, state: SequenceState) -> None:
+        index = state.num_computed_tokens // self.block_size
+        for group in self._find_shared_groups(state):
+            table = state.block_tables[group]
+            copy = BlockCopy(table[index], self.allocator.allocate(1)[0])
+            table[index] = copy.destination
+            self._pending.append(PendingCopy(state, table, index, copy))
+            self._mark_changed(state)
+        state.shares_last_block = False
+
+    def _register_blocks(self, state: SequenceState) -> None:
+        self._extend_hashes(state)
+        num_full_blocks = state.num_computed_tokens // self.block_size
+        for index in range(state.num_registered_blocks, num_full_blocks):
+            for group, table in enumerate(state.block_tables):
+                if table[index] != NO_BLOCK and not self._register_block(state, group, index):
+                    state.registers_blocks = False
+                    return
+            state.num_registered_blocks = index + 1
+
+    def _register_block(self, state: SequenceState, group: int, index: int) -> bool:
+        """Register a block, or replace it by the registered one with the same content; return
+        whether the prefix cache contains it."""
+        table = state.block_tables[group]
+        block, parent = table[index], table[index - 1] if index else NO_BLOCK
+        registered = self.prefix_cache.register(
+            group, block, state.block_hashes[index], parent=parent
+        )
+        if registered == NO_BLOCK:
+            return False
+        if registered != block:
+            self.allocator.share(registered)
+            self.allocator.release(block)
+            table[index] = registered
+            self._mark_changed(state)
+        return True
+
+    def _free_blocks(self, state: SequenceState, groups: list[int], indices: range) -> None:
+        for group in groups:
+            table = state.block_tables[group]
+            for index in indices:
+                self.allocator.release(table[index])
+                table[index] = NO_BLOCK
+        self._mark_changed(state)

@@ -1,0 +1,596 @@
+"""Scheduler: which tokens of which sequences the next forward pass processes.
+
+Continuous batching, decode-first: a step contains the next token of every decoding sequence, and
+the rest of the token budget goes to prefills in the order of service, (priority, arrival). When
+blocks run out, the youngest sequence of the lowest priority is preempted: its blocks are released,
+and its tokens, generated ones included, are prefilled again later. The first sequence in the order
+of service is never preempted, and every step processes a token of it.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import Literal
+
+from megalith.errors import DataError, PlanError
+from megalith.plan.serving.cache_layout import AttentionView
+from megalith.plan.serving.kv_cache_manager import BlockCopy, KVCacheManager
+from megalith.plan.serving.prefix_cache import PrefixHit
+from megalith.plan.serving.sequence_state import SequenceState
+
+__all__ = [
+    "BlockCopy",
+    "PlannedRow",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStats",
+    "SequenceState",
+    "StepPlan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes of the KV cache and of a step, and the batching policy.
+
+    Raises:
+        PlanError: a size is below 1, or a step cannot hold one token per sequence.
+    """
+
+    num_blocks: int
+    """Blocks of the pool, shared by all KV cache groups."""
+
+    block_size: int
+    """Tokens per block."""
+
+    groups: tuple[AttentionView, ...]
+    """Attention view of each KV cache group."""
+
+    max_num_seqs: int
+    """Largest number of sequences in a step."""
+
+    max_num_batched_tokens: int
+    """Largest number of tokens in a step."""
+
+    min_prefill_chunk_tokens: int = 16
+    """Smallest chunk of a prompt, unless it is the last one or belongs to the first sequence."""
+
+    prefix_caching: bool = True
+    batching: Literal["continuous", "static"] = "continuous"
+    """static: new sequences are admitted only when no sequence has a row."""
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "cache.num_blocks": self.num_blocks,
+            "cache.block_size": self.block_size,
+            "engine.max_num_seqs": self.max_num_seqs,
+            "engine.max_num_batched_tokens": self.max_num_batched_tokens,
+            "engine.min_prefill_chunk_tokens": self.min_prefill_chunk_tokens,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise PlanError(f"{name}={value} is less than 1. Set it to 1 or more.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise PlanError(
+                f"engine.max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"engine.max_num_seqs={self.max_num_seqs}, but a step has one token of every "
+                f"sequence. Set engine.max_num_batched_tokens to {self.max_num_seqs} or more."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """Tokens of one sequence in a step."""
+
+    request_id: int
+    start: int
+    """Position of the first token; tokens start .. start + count - 1 are processed."""
+
+    count: int
+    samples: bool
+    """Whether the last token is the last known one, so that the next token is sampled."""
+
+    block_tables: list[list[int]]
+    """Blocks of each KV cache group, for at least start + count tokens, -1 for freed ones. The
+    lists of the scheduler: read-only, and valid until `complete` or `discard`."""
+
+    table_version: int
+    """Tables with the same version have the same content; a version never occurs again, also not
+    for another sequence. A runner reads the tables of a row only if it changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one forward pass computes. `copies` are executed before it, in any order."""
+
+    rows: tuple[PlannedRow, ...]
+    """Decode rows (one token, samples) first, then prefills; each in the order of service."""
+
+    copies: tuple[BlockCopy, ...]
+    preempted: tuple[int, ...]
+    """Requests whose blocks were released by this plan."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step processes."""
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Load of the scheduler, and counters since its start."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_used_blocks: int
+    """Blocks that sequences reference; cached blocks are not used."""
+
+    num_blocks: int
+    prefix_query_tokens: int
+    """Tokens of admitted sequences that looked up the prefix cache."""
+
+    prefix_hit_tokens: int
+    """Tokens of them that were not computed."""
+
+
+class Scheduler:
+    """Queue of sequences, and the blocks and rows of those that run.
+
+    A step is `schedule`, a forward pass, and `complete` or `discard`; then `append_token` for each
+    sampled token, `finish` or `fork`. `abort` may be called at any time.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.cache = KVCacheManager(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            groups=config.groups,
+            prefix_caching=config.prefix_caching,
+        )
+        self._states: dict[int, SequenceState] = {}
+        self._running: list[SequenceState] = []  # in the order of service, as _waiting
+        self._waiting: list[SequenceState] = []
+        self._num_arrivals = 0
+        self._num_forks = 0
+        self._num_preemptions = 0
+        self._plan: StepPlan | None = None
+        self._planned: list[SequenceState] = []  # states of the rows of _plan
+        self._decodes: list[tuple[SequenceState, PlannedRow]] = []
+        self._prefills: list[tuple[SequenceState, PlannedRow]] = []
+        self._preempted: list[SequenceState] = []
+        self._num_reserved_tokens = 0  # one per decoding sequence
+        self._num_prefill_tokens = 0
+        self._max_prefill_tokens = 0
+
+    def add(self, state: SequenceState, *, max_total_tokens: int) -> None:
+        """Append a sequence to the queue; `max_total_tokens`: prompt and generated tokens.
+
+        Raises:
+            DataError: the sequence has no tokens, has more than `max_total_tokens`, or could never
+                fit into the KV cache.
+            ValueError: the request id is in use.
+        """
+        self._check_new_state(state)
+        num_tokens = len(state.token_ids)
+        if not num_tokens:
+            raise DataError(
+                f"request {state.request_id} has an empty prompt. A prompt has at least one token."
+            )
+        if num_tokens > max_total_tokens:
+            raise DataError(
+                f"request {state.request_id} has {num_tokens} tokens, but at most "
+                f"{max_total_tokens} are allowed for prompt and output. Shorten the prompt or "
+                f"increase the maximum to {num_tokens + 1} or more."
+            )
+        self._check_fits(state, max_total_tokens)
+        state.order = (state.priority, self._num_arrivals, 0)
+        self._num_arrivals += 1
+        self._set_rope_regime(state)
+        self._enqueue(state)
+
+    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan:
+        """Plan the next step. The plan has no rows if no sequence has a token to process.
+
+        `max_prefill_tokens`: a smaller limit of the prefill tokens, at least 1, for example after a
+        forward pass ran out of memory.
+
+        Raises:
+            RuntimeError: the previous plan was neither completed nor discarded.
+        """
+        if self._plan is not None:
+            raise RuntimeError("The previous plan is neither completed nor discarded.")
+        self._decodes, self._prefills, self._preempted = [], [], []
+        self._num_reserved_tokens = sum(map(self._is_decode, self._running))
+        self._num_prefill_tokens = 0
+        self._max_prefill_tokens = self.config.max_num_batched_tokens
+        if max_prefill_tokens is not None:
+            self._max_prefill_tokens = max(max_prefill_tokens, 1)
+        self.cache.prefix_cache.time += 1
+
+        self._plan_all()
+
+        self._preempted.sort(key=_get_order)
+        for state in self._preempted:
+            insort(self._waiting, state, key=_get_order)
+        rows = self._decodes + self._prefills
+        self._planned = [state for state, _ in rows]
+        self._plan = StepPlan(
+            rows=tuple(row for _, row in rows),
+            copies=self.cache.pending_copies,
+            preempted=tuple(state.request_id for state in self._preempted),
+        )
+        return self._plan
+
+    def complete(self, plan: StepPlan) -> None:
+        """Advance the sequences after the forward pass succeeded: register full blocks in the
+        prefix cache and free blocks that no later query attends to.
+
+        Raises:
+            RuntimeError: `plan` is not the plan of the latest `schedule`.
+        """
+        self._close(plan)
+        self.cache.finish_copies()
+        for state, row in zip(self._planned, plan.rows, strict=True):
+            if state.is_running:  # not aborted since
+                self.cache.advance(state, row.start + row.count)
+        self._planned = []
+
+    def discard(self, plan: StepPlan) -> None:
+        """Drop a plan after the forward pass failed: no sequence advances, no block is registered.
+
+        Sequences keep the blocks that were allocated for the plan, and use them in a later step.
+
+        Raises:
+            RuntimeError: `plan` is not the plan of the latest `schedule`.
+        """
+        self._close(plan)
+        self.cache.undo_copies()
+        self._planned = []
+
+    def append_token(self, request_id: int, token: int) -> None:
+        """Append a sampled token to a sequence."""
+        state = self._states[request_id]
+        state.token_ids.append(token)
+        if not state.uses_long_rope and self._set_rope_regime(state):
+            self.cache.release(state)
+
+    def finish(self, request_id: int) -> None:
+        """Remove a sequence that generated its last token; its full blocks stay cached.
+
+        Raises:
+            KeyError: no sequence has this id.
+        """
+        self._remove(request_id)
+
+    def abort(self, request_id: int) -> None:
+        """Remove a sequence in any state, also between `schedule` and `complete`.
+
+        Raises:
+            KeyError: no sequence has this id.
+        """
+        self._remove(request_id)
+
+    def fork(self, parent_id: int, child: SequenceState) -> None:
+        """Add another choice for the prompt of a running sequence (n > 1).
+
+        It is called after the step that computed the prompt. The child references the parent's
+        blocks and continues after the prompt, in the order of service right after the parent. If no
+        row is free, it waits and is prefilled as after a preemption.
+
+        Raises:
+            ValueError: the parent is not running with exactly its prompt computed, the child has
+                another prompt or salt, or its request id is in use.
+        """
+        parent = self._states[parent_id]
+        self._check_new_state(child)
+        num_prompt_tokens = parent.num_prompt_tokens
+        if not parent.is_running or parent.num_computed_tokens != num_prompt_tokens:
+            raise ValueError(
+                f"request {parent_id} has {parent.num_computed_tokens} computed tokens and a "
+                f"prompt of {num_prompt_tokens}. Fork it after the step that computes its prompt."
+            )
+        if (
+            child.num_prompt_tokens != num_prompt_tokens
+            or child.token_ids[:num_prompt_tokens] != parent.token_ids[:num_prompt_tokens]
+            or child.salt != parent.salt
+        ):
+            raise ValueError(
+                f"request {child.request_id} has another prompt or salt than request {parent_id} "
+                "and cannot share its blocks. Add it as a new sequence."
+            )
+        self._num_forks += 1
+        child.order = (child.priority, parent.order[1], self._num_forks)
+        child.was_admitted = True  # its num_cached_tokens stays 0: the parent reports the hit
+        is_long = self._set_rope_regime(child)
+        self._enqueue(child)
+        if is_long == parent.uses_long_rope and len(self._running) < self.config.max_num_seqs:
+            self._start(child)
+            self.cache.share(parent, child)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, for example after a weight update.
+
+        Sequences keep their blocks, but blocks computed before the reset never enter the cache.
+        """
+        self.cache.reset_prefix_cache(self._running)
+
+    def has_unfinished(self) -> bool:
+        """Return whether any sequence runs or waits."""
+        return bool(self._states)
+
+    def make_stats(self) -> SchedulerStats:
+        """Return the present load and the counters."""
+        prefix_cache = self.cache.prefix_cache
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_preemptions=self._num_preemptions,
+            num_used_blocks=self.cache.allocator.num_used,
+            num_blocks=self.config.num_blocks,
+            prefix_query_tokens=prefix_cache.num_query_tokens,
+            prefix_hit_tokens=prefix_cache.num_hit_tokens,
+        )
+
+    def check(self) -> None:
+        """Verify all invariants of queue, blocks and prefix cache.
+
+        Raises:
+            AssertionError: an invariant is violated.
+        """
+        for queue in (self._running, self._waiting):
+            assert queue == sorted(queue, key=_get_order), "a queue is not in the order of service"
+        assert len(self._running) <= self.config.max_num_seqs, "too many sequences run"
+        assert sorted(self._states) == sorted(
+            state.request_id for state in self._running + self._waiting
+        ), "a sequence is in no queue, or in two"
+        for state in self._waiting:
+            assert not self.cache.count_held_blocks(state), (
+                f"request {state.request_id} waits, but holds blocks"
+            )
+        self.cache.check(self._running)
+
+    def _check_new_state(self, state: SequenceState) -> None:
+        if state.request_id in self._states:
+            raise ValueError(f"request id {state.request_id} is in use. Choose another one.")
+
+    def _check_fits(self, state: SequenceState, max_total_tokens: int) -> None:
+        # the last token is sampled, but never processed
+        num_stored = max(len(state.token_ids), max_total_tokens - 1)
+        num_required = self.cache.count_required_blocks(num_stored, 1)
+        if num_required <= self.config.num_blocks:
+            return
+        num_fitting = (self.cache.find_longest_sequence() or 0) + 1
+        raise DataError(
+            f"request {state.request_id}: {max_total_tokens} tokens (prompt of "
+            f"{state.num_prompt_tokens} and output) require {num_required} KV cache blocks of "
+            f"{self.config.block_size} tokens, but the pool has {self.config.num_blocks}. Limit "
+            f"prompt and output to {num_fitting} tokens, or increase cache.num_blocks to "
+            f"{num_required} or more."
+        )
+
+    def _set_rope_regime(self, state: SequenceState) -> bool:
+        """Set and return whether a sequence has reached the length of other rotary frequencies."""
+        length = state.recompute_length
+        state.uses_long_rope = length is not None and len(state.token_ids) >= length
+        if state.uses_long_rope:
+            state.block_hashes = []
+        return state.uses_long_rope
+
+    def _enqueue(self, state: SequenceState) -> None:
+        self._states[state.request_id] = state
+        self.cache.initialize(state)
+        insort(self._waiting, state, key=_get_order)
+
+    def _start(self, state: SequenceState) -> None:
+        """Give a waiting sequence a row."""
+        self._waiting.remove(state)
+        insort(self._running, state, key=_get_order)
+        state.is_running = True
+        state.failed_headroom = -1
+
+    def _remove(self, request_id: int) -> None:
+        state = self._states.pop(request_id)
+        (self._running if state.is_running else self._waiting).remove(state)
+        state.is_running = False
+        self.cache.release(state)
+
+    def _close(self, plan: StepPlan) -> None:
+        if plan is not self._plan:
+            raise RuntimeError("The plan is not the one of the latest schedule().")
+        self._plan = None
+
+    def _is_decode(self, state: SequenceState) -> bool:
+        """Return whether the next step of a sequence processes one token by necessity."""
+        num_computed = state.num_computed_tokens
+        num_remaining = len(state.token_ids) - num_computed
+        if state.one_token_after_prompt and num_computed >= state.num_prompt_tokens:
+            return num_remaining > 0
+        return num_remaining == 1
+
+    def _plan_all(self) -> None:
+        """Plan running and waiting sequences in the order of service.
+
+        A sequence is preempted only by one before it, so planned rows are never withdrawn.
+        """
+        running, waiting = self._running, self._waiting
+        admits = bool(waiting) and (self.config.batching == "continuous" or not running)
+        number = 0
+        while True:
+            if number < len(running) and not (admits and waiting[0].order < running[number].order):
+                state = running[number]
+                self._plan_running(state)
+                number += 1
+            elif admits:
+                state = waiting[0]
+                if self._admit(state):
+                    self._plan_chunk(state, is_reserved=False)
+                    number += 1
+                    admits = bool(waiting)
+                else:
+                    admits = False
+            else:
+                return
+
+    def _plan_running(self, state: SequenceState) -> None:
+        start = state.num_computed_tokens
+        num_tokens = len(state.token_ids)
+        if start + 1 == num_tokens and start < state.capacity and not state.shares_last_block:
+            self._add_row(state, 1)  # the common case, kept short
+        elif start < num_tokens:
+            is_decode = self._is_decode(state)
+            if not start and not state.capacity:  # its cache was dropped at recompute_length
+                self.cache.use_hit(state, self.cache.find_hit(state))
+            self._plan_chunk(state, is_reserved=is_decode)
+
+    def _plan_chunk(self, state: SequenceState, *, is_reserved: bool) -> None:
+        """Plan as many tokens of a running sequence as budget and blocks allow, or none.
+
+        `is_reserved`: one token is already subtracted from the budget.
+        """
+        limit = self._find_chunk_limit(state, state.num_computed_tokens)
+        wanted = min(limit, 1 if is_reserved else self._prefill_budget)
+        smallest = self._find_smallest_chunk(limit)
+        if wanted < smallest:
+            return
+        while (num_fitting := self.cache.count_fitting_tokens(state)) < smallest:
+            victim = self._running[-1]
+            if victim is state and num_fitting > 0:
+                return  # blocks for a chunk that is too small: wait for more
+            assert len(self._running) > 1, (
+                f"request {state.request_id} has more tokens than its max_total_tokens"
+            )
+            self._preempt(victim)
+            if victim is state:
+                return
+        count = min(wanted, num_fitting)
+        self.cache.allocate(state, state.num_computed_tokens + count)
+        if not is_reserved:
+            self._num_prefill_tokens += count
+        self._add_row(state, count)
+
+    def _add_row(self, state: SequenceState, count: int) -> None:
+        start = state.num_computed_tokens
+        samples = start + count == len(state.token_ids)
+        row = PlannedRow(
+            state.request_id, start, count, samples, state.block_tables, state.table_version
+        )
+        rows = self._decodes if samples and count == 1 else self._prefills
+        rows.append((state, row))
+
+    def _find_chunk_limit(self, state: SequenceState, num_computed: int) -> int:
+        """Return how many tokens one step may process after `num_computed` tokens."""
+        num_remaining = len(state.token_ids) - num_computed
+        if state.one_token_after_prompt:
+            return min(num_remaining, max(state.num_prompt_tokens - num_computed, 1))
+        return num_remaining
+
+    def _find_smallest_chunk(self, limit: int) -> int:
+        return min(limit, self.config.min_prefill_chunk_tokens) if self._has_rows else 1
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether a sequence is planned; the first one in the order of service always is."""
+        return bool(self._decodes or self._prefills)
+
+    @property
+    def _prefill_budget(self) -> int:
+        """Prefill tokens that the step may still process."""
+        budget = self.config.max_num_batched_tokens - self._num_reserved_tokens
+        return min(budget, self._max_prefill_tokens) - self._num_prefill_tokens
+
+    def _preempt(self, state: SequenceState) -> None:
+        """Release the blocks and the row of the last running sequence."""
+        assert state is self._running[-1], "only the last sequence is preempted"
+        self._num_reserved_tokens -= self._is_decode(state)
+        self._running.pop()
+        state.is_running = False
+        self.cache.release(state)
+        state.num_preemptions += 1
+        self._num_preemptions += 1
+        self._preempted.append(state)
+
+    def _admit(self, state: SequenceState) -> bool:
+        """Start the first waiting sequence if a row, budget and the blocks for all of its known
+        tokens are available; return whether it started.
+
+        To make room, it preempts sequences of a lower priority; if it is the first in the order of
+        service, any.
+        """
+        if self._preempted and state.order > min(map(_get_order, self._preempted)):
+            return False
+        victims = self._list_victims(state)
+        has_row = len(self._running) < self.config.max_num_seqs
+        if not has_row and not victims:
+            return False
+        kept = self._running[: len(self._running) - len(victims)]
+        headroom = self._count_free_blocks(kept) + sum(map(self.cache.count_held_blocks, victims))
+        if self._has_rows and headroom <= state.failed_headroom:
+            return False  # as before: spare the lookup in the prefix cache
+        hit = self.cache.find_hit(state)
+        if not self._has_budget(state, hit):
+            return False
+        if self._count_missing_blocks(state, hit) > headroom:
+            state.failed_headroom = headroom
+            return False
+
+        for victim in reversed(victims):
+            if has_row and self._fits(state, hit):
+                break
+            self._preempt(victim)
+            has_row = True
+        if not self._fits(state, hit):
+            return False
+        self._start(state)
+        self.cache.use_hit(state, hit)
+        if self.cache.reads_prefix_cache(state):
+            self.cache.prefix_cache.count_query(
+                num_tokens=len(state.token_ids), num_hit_tokens=state.num_computed_tokens
+            )
+        if not state.was_admitted:
+            state.num_cached_tokens = state.num_computed_tokens
+            state.was_admitted = True
+        return True
+
+    def _list_victims(self, state: SequenceState) -> list[SequenceState]:
+        """Return the running sequences that a waiting one may preempt: the last of the order."""
+        if self.config.batching == "static":
+            return []
+        return [
+            victim
+            for victim in self._running
+            if victim.order > state.order
+            and (not self._has_rows or victim.priority > state.priority)
+        ]
+
+    def _has_budget(self, state: SequenceState, hit: PrefixHit) -> bool:
+        if not self._has_rows or self.config.batching == "static":
+            return True
+        limit = self._find_chunk_limit(state, hit.num_blocks * self.config.block_size)
+        return min(limit, self._prefill_budget) >= self._find_smallest_chunk(limit)
+
+    def _fits(self, state: SequenceState, hit: PrefixHit) -> bool:
+        return self._count_missing_blocks(state, hit) <= self._count_free_blocks(self._running)
+
+    def _count_missing_blocks(self, state: SequenceState, hit: PrefixHit) -> int:
+        """Return how many available blocks the known tokens of a waiting sequence take."""
+        chunk = max(self._prefill_budget, 1) if self._has_rows else 1
+        num_required = self.cache.count_required_blocks(len(state.token_ids), chunk)
+        return num_required - hit.num_held_blocks + self.cache.count_evictable(hit)
+
+    def _count_free_blocks(self, running: list[SequenceState]) -> int:
+        """Return the available blocks, without those that `running` needs for its known tokens."""
+        num_free = self.cache.allocator.num_available
+        if not self._has_rows:
+            return num_free  # the first sequence may preempt all others
+        for state in running:
+            num_tokens = len(state.token_ids)
+            if num_tokens - state.num_computed_tokens > 1:
+                chunk = self.config.max_num_batched_tokens
+                num_required = self.cache.count_required_blocks(num_tokens, chunk)
+                num_free -= max(num_required - self.cache.count_held_blocks(state), 0)
+        return num_free
+
+
+def _get_order(state: SequenceState) -> tuple[int, int, int]:
+    return state.order

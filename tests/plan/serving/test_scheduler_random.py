@@ -1,0 +1,32 @@
+"""Random operations on the scheduler, compared with a naive model and a simulated block pool."""
+
+import pytest
+
+from tests.cases import loop_over
+from tests.plan.serving.executor import CONFIGS, Workload, make_config
+
+
+def run_all(num_operations: int, seeds: range) -> dict[str, int]:
+    """Run the workload over all configurations and block sizes; return the summed counts."""
+    totals: dict[str, int] = {}
+    for seed in seeds:
+        for number, name in enumerate(CONFIGS):
+            for block_size in (1, 3, 16):
+                config = make_config(name, block_size=block_size)
+                workload = Workload(config, 1000 * seed + 20 * number + block_size)
+                workload.run(num_operations)
+                for key, count in workload.counts.items():
+                    totals[key] = totals.get(key, 0) + count
+    return totals
+
+
+def test_random_operations_match_the_naive_model() -> None:
+    totals = run_all(84, range(1))  # 8 configurations, 3 block sizes: 2,016 operations
+    for event in ("hit", "fork", "copies", "preempted", "discard", "abort", "reset"):
+        assert totals.get(event, 0) > 0, f"no {event} occurred: {totals}"
+
+
+@pytest.mark.slow
+@loop_over("seed", range(4))
+def test_many_random_operations_match_the_naive_model(seed: int) -> None:
+    run_all(209, range(seed + 100, seed + 101))
