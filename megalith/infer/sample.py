@@ -316,12 +316,10 @@ def _find_banned_tokens(row: SampleRow) -> list[int]:
 
 
 def _apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    penalized = [row for row in rows if row.params.has_penalties]
-    if not penalized:
+    if not any(row.params.has_penalties for row in rows):
         return
-    counts = {id(row): _count_tokens(row) for row in penalized}
     nothing = TokenCounts(())
-    counts_of_rows = [counts.get(id(row), nothing) for row in rows]
+    counts_of_rows = [_count_tokens(row) if row.params.has_penalties else nothing for row in rows]
     sizes = [len(row_counts.ids) for row_counts in counts_of_rows]
     entries = _coordinates([row_counts.ids for row_counts in counts_of_rows], logits.device)
 
