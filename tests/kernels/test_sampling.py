@@ -138,6 +138,19 @@ def test_rows_are_read_with_their_stride_and_their_own_temperature() -> None:
         assert alone.ids[0] == result.ids[row] and alone.values[0] == result.values[row]
 
 
+@needs_loops
+def test_rows_of_any_strides_are_read() -> None:
+    logits, keys, temperatures = random_logits(9000, 3), keys_of(3), [1.0] * 3
+    for x in (logits.T, logits[:, :1].T.expand(3, -1), random_logits(3, 18_000)[:, ::2]):
+        assert_equal(
+            gumbel_argmax(x, keys, temperatures), reference_gumbel_argmax(x, keys, temperatures)
+        )
+    one_row = logits[:, :1].T[:, :8500].expand(1, -1)
+    assert_equal(
+        gumbel_argmax(one_row, keys[:1], [1.0]), reference_gumbel_argmax(one_row, keys[:1], [1.0])
+    )
+
+
 @loop_over("v", [101, 30_001])
 def test_slices_of_the_vocabulary_have_the_same_winner(v: int) -> None:
     logits, keys, temperatures = random_logits(6, v), keys_of(6), [1.0, 0.0, 0.3, 1.0, 2.0, 0.0]
