@@ -176,7 +176,7 @@ class SamplingParams:
     def to_dict(self) -> dict[str, Any]:
         """Return the parameters that differ from their defaults as plain JSON data, the argument
         of `from_dict`."""
-        defaults = {name: item.default for name, item in field_ranges(type(self)).items()}
+        defaults = {name: item.default for name, item in field_ranges(SamplingParams).items()}
         values = {name: getattr(self, name) for name in defaults}
         changed = {name: value for name, value in values.items() if value != defaults[name]}
         return {

@@ -108,25 +108,23 @@ class TextStream:
         if self.stop_string is not None:
             return ""
         self._withheld += text
-        end = len(self._withheld) if not self._matchers else self._find_end(len(text), can_stop)
-        delta, self._withheld = self._withheld[:end], self._withheld[end:]
-        if self.stop_string is not None:
-            self._withheld = ""
+        end, self.stop_string = self._find_end(len(text), can_stop)
+        delta = self._withheld[:end]
+        self._withheld = self._withheld[end:] if self.stop_string is None else ""
         self._parts.append(delta)
         return delta
 
-    def _find_end(self, num_new: int, can_stop: bool) -> int:
+    def _find_end(self, num_new: int, can_stop: bool) -> tuple[int, str | None]:
         """Return the length of the final part of the withheld text, whose last `num_new` characters
-        are new; sets `stop_string` where it ends the text."""
+        are new, and the stop string that ends it."""
         for index in range(len(self._withheld) - num_new, len(self._withheld)):
             char = self._withheld[index]
             matches = [matcher.stop for matcher in self._matchers if matcher.push(char)]
             if matches and can_stop:
-                self.stop_string = max(matches, key=len)
-                return index + 1 - (0 if self._include_stop else len(self.stop_string))
-        if self._include_stop:
-            return len(self._withheld)
-        return len(self._withheld) - max(matcher.state for matcher in self._matchers)
+                longest = max(matches, key=len)
+                return index + 1 - (0 if self._include_stop else len(longest)), longest
+        num_withheld = max((matcher.state for matcher in self._matchers), default=0)
+        return len(self._withheld) - (0 if self._include_stop else num_withheld), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -785,7 +785,9 @@ def gumbel_argmax(block: Block) -> None:
                             if value > best or (value == best and begin + j < at):
                                 best, at = value, begin + j
                                 limit = np.float32(best - scaled_top - slack)
-        best = np.nan if num_invalid > 0 else best
         values[i] = np.float64(best).view(np.int64)
-        ids[i] = -1 if num_invalid > 0 or at < 0 else np.int64(first_token) + at
+        ids[i] = np.int64(first_token) + at if at >= 0 else -1
+        if num_invalid > 0:
+            values[i] = np.int64(0x7FF8000000000000)  # NaN
+            ids[i] = -1
         masked[i] = num_masked

@@ -193,7 +193,7 @@ def test_invalid_values_are_reported(case: tuple[dict[str, Any], str]) -> None:
 
 def test_token_ids_are_compared_with_the_vocabulary() -> None:
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        value = ((VOCAB, 1.0),) if name == "logit_bias" else (5, VOCAB)
+        value: Any = ((VOCAB, 1.0),) if name == "logit_bias" else (5, VOCAB)
         assert problems(**{name: value}) == [
             f"{name} has the token id 100: ids of the model are from 0 to 99. "
             "Use an id of its tokenizer."

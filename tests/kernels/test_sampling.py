@@ -3,6 +3,7 @@ reference."""
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -108,10 +109,10 @@ def test_bound_of_the_noise_is_never_below_it() -> None:
 
     from megalith.kernels import cpu_numba
 
-    @njit  # type: ignore[untyped-decorator]  # numba's own
-    def bound_all(hashes: object, out: object) -> None:
-        for i in range(len(hashes)):  # type: ignore[arg-type]
-            out[i] = cpu_numba.gumbel_bound(hashes[i])  # type: ignore[index]
+    @njit
+    def bound_all(hashes: Any, out: Any) -> None:
+        for i in range(len(hashes)):
+            out[i] = cpu_numba.gumbel_bound(hashes[i])
 
     random = hash_tokens(torch.tensor([5]), torch.arange(100_000))[0]
     shifts = torch.arange(100_000) % 50
