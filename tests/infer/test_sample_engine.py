@@ -51,7 +51,8 @@ def draw(logits: Tensor, rows: Sequence[SampleRow], vocab_size: int = V) -> list
 
 def draw_shares(logits: Tensor, count: int, **values: Any) -> Tensor:
     """How often each token is sampled from one row of logits at `count` positions."""
-    rows = [build_row(position, **values) for position in range(count)]
+    row = build_row(**values)
+    rows = [replace(row, position=position) for position in range(count)]
     tokens = draw(logits.expand(count, -1), rows, len(logits))
     return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / count
 

