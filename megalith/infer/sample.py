@@ -186,7 +186,7 @@ def sample_tokens(
     logits = _in_fp32(logits)[:, :vocab_size]
     tokens: dict[int, int] = {}
     errors: dict[int, str] = {}
-    processed: dict[int, Tensor] = {}  # logits by row, -inf for removed tokens
+    processed: dict[int, Tensor] = {}  # logits of rows with processors or filters
     plain = [index for index, row in enumerate(rows) if not row.has_processors]
     if plain:
         group = _select_rows(logits, plain)
@@ -197,7 +197,6 @@ def sample_tokens(
                 errors[index] = _describe_nonfinite(rows[index].position)
             else:
                 tokens[index] = token
-                processed[index] = logits[index]
     others = [index for index, row in enumerate(rows) if row.has_processors]
     if others:
         finite = _find_finite_rows(_select_rows(logits, others))
@@ -467,7 +466,10 @@ def _compute_row_logprobs(
             params = [rows[index].params for index in indices]
             scales = [1.0 if row.is_greedy else row.temperature for row in params]
             group = torch.stack(
-                [processed[index] / scale for index, scale in zip(indices, scales, strict=True)]
+                [
+                    processed.get(index, logits[index]) / scale
+                    for index, scale in zip(indices, scales, strict=True)
+                ]
             )
         logprobs = compute_logprobs(
             group,

@@ -69,7 +69,11 @@ def test_noise_of_a_slice_is_that_of_the_vocabulary() -> None:
     assert bool(noise.isfinite().all())
 
 
-TEMPERATURES = (0.0, 1e-9, 0.7, 3.0, 1e6)
+CASES = [
+    *((temperature, torch.float32) for temperature in (0.0, 1e-9, 0.7, 3.0, 1e6)),
+    (0.7, torch.bfloat16),
+]
+"""Temperature and dtype."""
 
 
 def special_logits(v: int) -> dict[str, Tensor]:
@@ -92,17 +96,13 @@ def special_logits(v: int) -> dict[str, Tensor]:
 @loop_over("v", [2048, 2501])
 def test_loop_selects_the_token_of_the_reference(v: int) -> None:
     for name, logits in special_logits(v).items():
-        for temperature in TEMPERATURES:
-            arguments = keys_of(5, seed=v), [temperature] * 5
-            for dtype in (
-                (torch.float32, torch.bfloat16) if temperature == 0.7 else (torch.float32,)
-            ):
-                x = logits.to(dtype)
-                expected = reference_gumbel_argmax(x, *arguments)
-                try:
-                    assert_equal(gumbel_argmax(x, *arguments), expected)
-                except AssertionError as error:
-                    raise AssertionError(f"{name}, T={temperature}, {dtype}") from error
+        for temperature, dtype in CASES:
+            x, arguments = logits.to(dtype), (keys_of(5, seed=v), [temperature] * 5)
+            expected = reference_gumbel_argmax(x, *arguments)
+            try:
+                assert_equal(gumbel_argmax(x, *arguments), expected)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, T={temperature}, {dtype}") from error
 
 
 @needs_loops
