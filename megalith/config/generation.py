@@ -1,9 +1,26 @@
-"""Sampling settings of text generation."""
+"""Sampling settings of text generation: `SamplingParams` of a request and their limits."""
 
-from dataclasses import dataclass
-from typing import Annotated
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args
 
-from megalith.config.fields import Example, Ge, Gt, Le
+from megalith.config.fields import (
+    MAX_NUMBER,
+    Example,
+    Ge,
+    Gt,
+    Hint,
+    Le,
+    field_ranges,
+    field_types,
+    range_problems,
+    type_origin,
+    union_options,
+)
+from megalith.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +46,395 @@ class SampleConfig:
     seed: int = 1234
     """Random seed. The same seed, prompt and position give the same sample, independent of other
     texts in the batch."""
+
+
+LogprobsMode = Literal["raw", "processed"]
+"""raw: log-softmax of the model's logits; processed: after all processors, the temperature and the
+filters, -inf for removed tokens."""
+
+# Limits of a request: every parameter that multiplies work has one, because a missing limit lets
+# one request stop a server. The numbers are those of the OpenAI API or common in servers.
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STRING_CHARACTERS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_BANNED_TOKENS = 1024
+MAX_LOGIT_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Generation settings of one request.
+
+    Logits are processed in this order: logit_bias; allowed_token_ids, bad_words and a grammar;
+    repetition_penalty; frequency_penalty and presence_penalty; min_tokens; temperature; top_k;
+    top_p; min_p. `sampling_problems` checks the values; the constructor does not.
+    """
+
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
+    """Number of choices (completions) of the prompt; each has its own random numbers."""
+
+    max_new_tokens: Annotated[int | None, Ge(0)] = None
+    """Maximum number of tokens to generate. 0: only compute the log-probs of the prompt. Unset: up
+    to the context length of the model."""
+
+    min_tokens: Annotated[int, Ge(0)] = 0
+    """Number of tokens before which no end token can be sampled and no stop string matches."""
+
+    temperature: Annotated[float, Ge(0), Example(1.0)] = 1.0
+    """Logits are divided by the temperature; 0 is greedy decoding."""
+
+    top_k: Annotated[int | None, Ge(-1), Example(50)] = None
+    """Sample from the k most likely tokens, including ties with the last of them. Unset, 0 or -1:
+    all tokens; 1 is greedy decoding; values above the vocabulary size are all tokens."""
+
+    top_p: Annotated[float | None, Ge(0), Le(1), Example(0.9)] = None
+    """Sample from the smallest set of most likely tokens whose total probability is at least top_p
+    (Holtzman et al. 2019, arXiv:1904.09751), after top_k. Unset, 0 or 1: all tokens."""
+
+    min_p: Annotated[float, Ge(0), Le(1), Example(0.05)] = 0.0
+    """Remove tokens that are less likely than min_p times the most likely one (Nguyen et al. 2024,
+    arXiv:2407.01082). 0: all tokens."""
+
+    repetition_penalty: Annotated[float, Gt(0), Example(1.0)] = 1.0
+    """Divide positive logits of tokens in the prompt and the output by this number, and multiply
+    negative ones by it (Keskar et al. 2019, arXiv:1909.05858, section 4.1). 1: no penalty."""
+
+    presence_penalty: Annotated[float, Ge(-2), Le(2), Example(0.0)] = 0.0
+    """Subtracted from the logits of tokens that occur in the output."""
+
+    frequency_penalty: Annotated[float, Ge(-2), Le(2), Example(0.0)] = 0.0
+    """Subtracted from the logit of a token once per occurrence in the output."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs (token id, bias): added to the logits, -100 to 100."""
+
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Token ids that can be sampled. Unset: all."""
+
+    bad_words: tuple[str, ...] = ()
+    """Texts whose token sequences are not generated: the last token of a sequence is masked where
+    the tokens before it match."""
+
+    stop: tuple[str, ...] = ()
+    """Stop strings: the output ends where one of them is complete in its text."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, in addition to the end tokens (EOS) of the model."""
+
+    ignore_eos: bool = False
+    """Continue after the end tokens of the model."""
+
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the token that ended the output, in the text."""
+
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    seed: int | None = None
+    """Random seed, a signed 64-bit integer: the same seed and prompt give the same output in any
+    batch. Unset: derived from the seed of the engine and the request."""
+
+    logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
+    """Return the log-prob of each generated token, and of this number of most likely tokens."""
+
+    prompt_logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
+    """Return the log-prob of each prompt token after the first, and of this number of most likely
+    tokens."""
+
+    logprobs_mode: LogprobsMode = "raw"
+    """Whether the log-probs of generated tokens are those of the model or of the distribution that
+    was sampled from."""
+
+    priority: int = 0
+    """Scheduling priority; requests with a lower number run first."""
+
+    deadline_s: Annotated[float | None, Gt(0), Example(60.0)] = None
+    """Abort the request this many seconds after its arrival. Unset: never."""
+
+    cache_salt: str | None = None
+    """Share cached prefixes only with requests of the same salt. Unset: with all others without
+    one."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "SamplingParams":
+        """Build the parameters from plain JSON data; values are not checked.
+
+        Lists become tuples, one stop string a tuple, and the mapping of logit_bias, whose keys
+        may be decimal text, pairs.
+
+        Raises:
+            ConfigError: a name is unknown; all unknown names are listed.
+        """
+        known = {field.name for field in fields(cls)}
+        problems = [unknown_field_problem(name) for name in data if name not in known]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return cls(**{name: _from_json(name, value) for name, value in data.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the parameters that differ from their defaults as plain JSON data, the argument
+        of `from_dict`."""
+        defaults = {name: item.default for name, item in field_ranges(SamplingParams).items()}
+        values = {name: getattr(self, name) for name in defaults}
+        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        return {
+            name: {str(token): bias for token, bias in value}
+            if name == "logit_bias"
+            else (list(value) if isinstance(value, tuple) else value)
+            for name, value in changed.items()
+        }
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is chosen without random numbers."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far, so that their counts are needed."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def active_top_k(self) -> int | None:
+        """top_k, or None if it is off."""
+        return None if self.top_k in (None, 0, -1) else self.top_k
+
+    @property
+    def active_top_p(self) -> float | None:
+        """top_p, or None if it is off."""
+        return None if self.top_p in (None, 0, 1) else self.top_p
+
+
+MIN_TEMPERATURE = 1e-9
+"""Lower temperatures are greedy decoding, and would overflow fp32: at this one, logits that differ
+by 1e-7 are a factor e^100 apart, and the noise of two tokens differs by less than 41."""
+
+
+def _from_json(name: str, value: Any) -> Any:  # parsed JSON of any shape, checked later
+    if name == "logit_bias" and isinstance(value, Mapping):
+        return tuple((_token_id(token), bias) for token, bias in value.items())
+    if name == "logit_bias" and isinstance(value, list):
+        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+    if name in ("stop", "bad_words") and isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _token_id(key: object) -> object:
+    """Return the token id of a JSON key; other keys are unchanged and rejected later."""
+    return int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,18}", key) else key
+
+
+# --- checks of the values
+
+
+def unknown_field_problem(name: str) -> str:
+    """Return the message about a name that is no sampling parameter, with the nearest one.
+
+    >>> unknown_field_problem("temprature")
+    'temprature: there is no such sampling parameter. Did you mean temperature?'
+    """
+    names = [field.name for field in fields(SamplingParams)]
+    advice = did_you_mean(name, names) or f" Use one of {', '.join(names)}."
+    return f"{_shorten(name)}: there is no such sampling parameter.{advice}"
+
+
+def sampling_problems(params: SamplingParams, *, vocab_size: int | None) -> list[str]:
+    """Return a message for every value that is not valid: field, value, reason, a value that works.
+
+    vocab_size: number of token ids of the model; None: ids are not compared with it.
+    """
+    wrong_types = _type_problems(params)
+    # range_problems ignores None; the checks below cover token ids
+    unset: dict[str, Any] = dict.fromkeys([*wrong_types, *_TOKEN_ID_FIELDS])
+    problems = [*wrong_types.values(), *range_problems(replace(params, **unset))]
+    for name, check in _CHECKS.items():
+        if name not in wrong_types:
+            problems += check(params)
+    for name in _TOKEN_ID_FIELDS:
+        if name not in wrong_types:
+            problems += _token_id_problems(params, name, vocab_size)
+    if not {"min_tokens", "max_new_tokens"} & wrong_types.keys():
+        problems += _min_tokens_problems(params)
+    return problems
+
+
+_TOKEN_ID_FIELDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
+
+_TYPE_WORDS: Mapping[Hint, str] = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    tuple[str, ...]: "a list of texts",
+    tuple[int, ...]: "a list of token ids",
+    tuple[tuple[int, float], ...]: "a mapping from token ids to numbers",
+}
+"""What a value of a type has to be, in messages."""
+
+_EXAMPLES: Mapping[str, str] = {
+    "max_new_tokens": "256",
+    "top_k": "50",
+    "top_p": "0.9",
+    "logit_bias": '{"42": -100}',
+    "allowed_token_ids": "[42]",
+    "bad_words": '["text"]',
+    "stop": '["text"]',
+    "stop_token_ids": "[42]",
+    "ignore_eos": "false",
+    "include_stop_str_in_output": "false",
+    "skip_special_tokens": "true",
+    "seed": "1234",
+    "logprobs": "5",
+    "prompt_logprobs": "5",
+    "deadline_s": "60",
+    "cache_salt": "text",
+}
+"""Values that messages about types recommend; the default of the other fields."""
+
+
+def _type_problems(params: SamplingParams) -> dict[str, str]:
+    """Return the message about every field whose value has another type, by name."""
+    problems = {}
+    for name, hint in field_types(SamplingParams).items():
+        value = getattr(params, name)
+        if not _matches(value, hint):
+            option = union_options(hint)[0]
+            words = (
+                " or ".join(get_args(option))
+                if type_origin(option) is Literal
+                else _TYPE_WORDS[option]
+            )
+            example = _EXAMPLES.get(name, field_ranges(SamplingParams)[name].default)
+            problems[name] = f"{name}={_shorten(value)} must be {words}. Use {example}."
+    return problems
+
+
+def _matches(value: object, hint: Hint) -> bool:
+    """Return whether a value has the annotated type: a boolean is no number, and a float may be an
+    integer that is not too large for one."""
+    options, items = union_options(hint), get_args(hint)
+    if len(options) > 1:
+        return any(_matches(value, option) for option in options)
+    if type_origin(hint) is Literal:
+        return value in items
+    if type_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if items[-1] is Ellipsis and items[0] in (int, str):  # a fast check of long lists
+            return {type(item) for item in value} <= {items[0]}
+        types = [items[0]] * len(value) if items[-1] is Ellipsis else items
+        return len(value) == len(types) and all(map(_matches, value, types))
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float and isinstance(value, int):
+        return abs(value) <= MAX_NUMBER
+    return isinstance(value, hint)
+
+
+def _shorten(value: object) -> str:
+    """Return the first characters of a value as text for a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_texts(name: str, texts: Sequence[str], limit: int) -> Iterator[str]:
+    """Yield the messages about a list of texts: their number, the first empty and the first long
+    one."""
+    if len(texts) > limit:
+        yield f"{name} has {len(texts)} texts, but the limit is {limit}. Pass {limit} or less."
+    if "" in texts:
+        yield (
+            f"{name}[{texts.index('')}] is an empty text, which is part of every text. Remove it."
+        )
+    sizes = [len(text) for text in texts]
+    if max(sizes, default=0) > MAX_STRING_CHARACTERS:
+        index = next(i for i, size in enumerate(sizes) if size > MAX_STRING_CHARACTERS)
+        yield (
+            f"{name}[{index}]={_shorten(texts[index])} has {sizes[index]} characters, but the "
+            f"limit is {MAX_STRING_CHARACTERS}. Use a shorter text."
+        )
+
+
+def _check_seed(params: SamplingParams) -> Iterator[str]:
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        yield f"seed={_shorten(params.seed)} must be a signed 64-bit integer. Use 1234."
+
+
+def _check_cache_salt(params: SamplingParams) -> Iterator[str]:
+    salt = params.cache_salt
+    if salt == "":
+        yield "cache_salt is an empty text, which separates nothing. Leave it unset."
+    elif salt is not None and len(salt) > MAX_STRING_CHARACTERS:
+        yield (
+            f"cache_salt={_shorten(salt)} has {len(salt)} characters, but the limit is "
+            f"{MAX_STRING_CHARACTERS}. Use a shorter text."
+        )
+
+
+def _check_logit_bias(params: SamplingParams) -> Iterator[str]:
+    for token, bias in params.logit_bias:
+        if not abs(bias) <= MAX_LOGIT_BIAS:
+            yield (
+                f"logit_bias[{_shorten(token)}]={bias} must be a finite number from "
+                f"-{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}. "
+                f"Use -{MAX_LOGIT_BIAS:g} to ban a token."
+            )
+            return
+    counts = Counter(token for token, _ in params.logit_bias)
+    token, count = max(counts.items(), key=lambda item: item[1], default=(0, 1))
+    if count > 1:
+        yield f"logit_bias has the token id {token} {count} times. Pass each id once."
+
+
+_CHECKS: Mapping[str, Callable[[SamplingParams], Iterator[str]]] = {
+    "stop": lambda params: _check_texts("stop", params.stop, MAX_STOP_STRINGS),
+    "bad_words": lambda params: _check_texts("bad_words", params.bad_words, MAX_BANNED_TOKENS),
+    "seed": _check_seed,
+    "cache_salt": _check_cache_salt,
+    "logit_bias": _check_logit_bias,
+}
+"""Checks of single fields by name, beyond type and range."""
+
+
+def _token_id_problems(params: SamplingParams, name: str, vocab_size: int | None) -> list[str]:
+    """Return the messages about a field of token ids: their number and range."""
+    value = getattr(params, name)
+    if value is None:
+        return []
+    ids = [token for token, _ in value] if name == "logit_bias" else list(value)
+    limit = vocab_size if name == "allowed_token_ids" else MAX_BIASED_TOKENS
+    problems = []
+    if name == "allowed_token_ids" and not ids:
+        problems.append(f"{name} is empty, so no token could be sampled. Leave it unset.")
+    if limit is not None and len(ids) > limit:
+        problems.append(
+            f"{name} has {len(ids)} token ids, but the limit is {limit}. Pass {limit} or less."
+        )
+        ids = ids[:limit]
+    last = math.inf if vocab_size is None else vocab_size - 1
+    invalid = next((token for token in ids if not 0 <= token <= last), None)
+    if invalid is not None:
+        valid = "at least 0" if vocab_size is None else f"from 0 to {last}"
+        problems.append(
+            f"{name} has the token id {_shorten(invalid)}: ids of the model are {valid}. Use an id "
+            "of its tokenizer."
+        )
+    return problems
+
+
+def _min_tokens_problems(params: SamplingParams) -> list[str]:
+    """Return the message about more tokens required than allowed."""
+    limit = params.max_new_tokens
+    if limit is None or limit < 0 or params.min_tokens <= limit:
+        return []
+    return [
+        f"min_tokens={params.min_tokens} is more than max_new_tokens={limit}, so the output could "
+        f"not end. Set min_tokens to {limit} or less."
+    ]
