@@ -37,6 +37,8 @@ Loop = Literal[
     "logit_gradients",
     "visible_softmax",
     "visible_exp",
+    "paged_attention",
+    "paged_merge",
 ]
 
 # elements; below, launching a loop costs more than the memory passes that it saves
