@@ -13,7 +13,7 @@ arXiv:2309.06180 (paged KV cache); Dao et al. 2023, "Flash-Decoding" (segments o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -224,7 +224,7 @@ def _attend(
     out = q.new_empty(*q.shape[:2], paged.values.shape[3])
     for rows, run in (
         ([not prefill for prefill in is_prefill], attend),
-        (is_prefill, _gather_and_attend),
+        (is_prefill, partial(_gathered, attend=attention)),
     ):
         _attend_rows(out, rows, paged, metadata, scores, sinks, run)
     return out
@@ -306,9 +306,17 @@ def _gathered(
     return attend(q, k, values, seq_params, scores, sinks)
 
 
-def _gather_and_attend(
-    paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
+def gather_and_attend(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: PagedMetadata,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    """Gather the visible keys and values, and call `dispatch.attention`; arguments and result as
+    those of `paged_attention`."""
+    paged = _PagedKeys((q,), (key_cache,), value_cache)
     return _gathered(paged, metadata, scores, sinks, attention)
 
 
