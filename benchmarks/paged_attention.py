@@ -81,9 +81,7 @@ def build_contenders(case: Case, dtype: torch.dtype) -> Contenders:
     q, cache = random(case.rows * case.queries, case.heads, case.d), random(*pool, case.d)
     if case.rope_dim:
         q_rope, rope_cache = random(*q.shape[:2], case.rope_dim), random(*pool, case.rope_dim)
-        run = partial(
-            paged_latent_attention, q, q_rope, cache, rope_cache, metadata, case.scores
-        )
+        run = partial(paged_latent_attention, q, q_rope, cache, rope_cache, metadata, case.scores)
         joined = torch.cat([cache, rope_cache], dim=-1)
         queries = torch.cat([q, q_rope], dim=-1)
         others = _gathering(queries, joined, cache, metadata, case)

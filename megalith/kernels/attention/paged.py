@@ -389,9 +389,11 @@ class _KeyPositions(NamedTuple):
         mask = keys <= own
         if scores.window is not None:
             first = own - scores.window + 1
-            first = own.div(scores.window, rounding_mode="floor") * scores.window if (
-                scores.chunked
-            ) else first
+            first = (
+                own.div(scores.window, rounding_mode="floor") * scores.window
+                if (scores.chunked)
+                else first
+            )
             mask &= keys >= first
         positions = positions.where(is_key, 0)
         tables = metadata.block_tables[torch.tensor(rows, device=device)].long()

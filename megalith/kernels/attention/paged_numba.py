@@ -58,6 +58,9 @@ _HAS_32_REGISTERS = "avx512f" in llvmlite.binding.get_host_cpu_name() or bool(
 ADDRESS_STRIDE = 8 * (SEGMENT + 4)
 """Bytes of the addresses of a segment's keys."""
 
+AHEAD = 16
+"""Keys by which prefetching is ahead of their use."""
+
 LOWEST = np.float32(-3.4028234663852886e38)
 
 # Entries of the argument `sizes`.
@@ -90,7 +93,8 @@ NUM_COLUMNS = 6
 def exact(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function of which the compiler must not reorder or fuse floating-point
     operations."""
-    result: Callable[P, R] = njit(nogil=True, error_model="numpy")(function)
+    # explicit: numba would otherwise use the fast math of the loop that calls the function
+    result: Callable[P, R] = njit(nogil=True, error_model="numpy", fastmath=False)(function)
     return result
 
 
@@ -148,9 +152,7 @@ def _load(builder: Any, address: Any, nbytes: int, mask: Any = None) -> Any:
             name,
         )
         zero = ir.Constant(vector, [0] * LANES)
-        lanes = builder.call(
-            function, [pointer, ir.Constant(ir.IntType(32), nbytes), mask, zero]
-        )
+        lanes = builder.call(function, [pointer, ir.Constant(ir.IntType(32), nbytes), mask, zero])
     if nbytes == 4:
         return lanes
     integers = ir.VectorType(ir.IntType(32), LANES)
@@ -165,9 +167,7 @@ def _store(builder: Any, value: Any, address: Any, mask: Any = None) -> None:
         return
     function = cgutils.get_or_insert_function(
         builder.module,
-        ir.FunctionType(
-            ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), ir.IntType(32), _MASK]
-        ),
+        ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), ir.IntType(32), _MASK]),
         f"llvm.masked.store.v{LANES}f32.p0",
     )
     builder.call(function, [value, pointer, ir.Constant(ir.IntType(32), 4), mask])
@@ -204,9 +204,7 @@ def _emit_dots(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
     query, query_stride, key_addresses, width, out = args
     keys = []
     for j in range(4):
-        pointer = builder.inttoptr(
-            builder.add(key_addresses, _integer(8 * j)), _INT64.as_pointer()
-        )
+        pointer = builder.inttoptr(builder.add(key_addresses, _integer(8 * j)), _INT64.as_pointer())
         keys.append(builder.load(pointer))
     zero = ir.Constant(_VECTOR, [0.0] * LANES)
     sums = [[cgutils.alloca_once_value(builder, zero) for _ in keys] for _ in range(rows)]
@@ -344,6 +342,26 @@ _sum_lanes: Any = intrinsic(_sum_of_weights)
 """The sum of fp32 numbers at an address, from so many vectors."""
 
 
+def _prefetch_line(typing: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        int32 = ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32]),
+            "llvm.prefetch.p0",
+        )
+        read_near_data = [ir.Constant(int32, number) for number in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], byte), *read_near_data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+_prefetch: Any = intrinsic(_prefetch_line)
+"""Start to load the cache line at an address."""
+
+
 def _point_to_int32(typing: Any, integer: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -438,6 +456,7 @@ def visible_keys(block: Block, position: Any, segment: Any) -> Any:
             first = max(first, position // window * window)
         else:
             first = max(first, position - window + 1)
+    first = min(first, end)
     return first, max(first, min(end, position + 1))
 
 
@@ -521,15 +540,37 @@ def exact_tanh(x: Any) -> Any:
 
 
 @exact
+def prefetch_keys(block: Block, keys: Any, j: Any, num_keys: Any, widths: Any) -> None:
+    """Start to load values j to j + 3, and the keys `AHEAD` further, into the cache.
+
+    A block is shorter than what a processor's own prefetching needs to start.
+    """
+    key_bytes, value_bytes = (
+        widths[0] * _element_nbytes(block),
+        widths[1] * _element_nbytes(block),
+    )
+    addresses = longs_at(keys, 3 * ADDRESS_STRIDE // 8)
+    for i in range(j, min(j + 4, num_keys)):
+        value = addresses[i + 2 * ADDRESS_STRIDE // 8]
+        for c in range(0, value_bytes, 64):
+            _prefetch(value + c)
+        if i + AHEAD < num_keys:
+            key = addresses[i + AHEAD]
+            for c in range(0, key_bytes, 64):
+                _prefetch(key + c)
+
+
+@exact
 def add_scores(block: Block, rows: Any, num_keys: Any, memory: Any, widths: Any) -> None:
     """Add the dot products of `rows` queries (1 or 4) and the keys to the scores, [rows, 128].
 
     `memory`: addresses of the queries, of the addresses of the keys, and of the scores; `widths`:
-    features, and bytes from one query to the next.
+    features, bytes from one query to the next, and features of values to load into the cache.
     """
     queries, keys, scores = memory
-    width, stride = widths
+    width, stride, value_width = widths
     for j in range(0, num_keys, 4):
+        prefetch_keys(block, keys, j, num_keys, (width, value_width))
         if rows == 1:
             _dots_of_one(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
         else:
@@ -550,10 +591,12 @@ def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
     cleared = floats_at(scores, rows * SEGMENT)
     for j in range(len(cleared)):
         cleared[j] = np.float32(0)
-    add_scores(block, rows, num_keys, (queries, addresses, scores), (width, stride))
+    # with MLA the values are the first part of the keys
+    widths = width, stride, np.int64(0) if rope_width > 0 else value_width
+    add_scores(block, rows, num_keys, (queries, addresses, scores), widths)
     if rope_width > 0:
         parts = queries + 4 * width, addresses + ADDRESS_STRIDE, scores
-        add_scores(block, rows, num_keys, parts, (rope_width, stride))
+        add_scores(block, rows, num_keys, parts, (rope_width, stride, np.int64(0)))
     by_row = 4 * (value_width + 2)
     for i in range(rows):
         state = floats_at(states + by_row * i + 4 * value_width, 2)
@@ -689,9 +732,7 @@ def paged_attention(block: Block) -> None:
             end = segments * (head + 1)
             if tile == last_tile:
                 end = min(end, last_unit)
-            attend_tile(
-                block, part, (tile, head), (unit - head * segments, end - head * segments)
-            )
+            attend_tile(block, part, (tile, head), (unit - head * segments, end - head * segments))
             unit = end
             if unit == segments * size(block, HEADS):
                 tile += 1
