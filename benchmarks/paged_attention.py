@@ -62,6 +62,9 @@ CASES = {
     "chunk_32": Case(4, 32, 1000, 8, 8),
     "chunk_64": Case(4, 64, 1000, 8, 8),
     "chunk_256": Case(1, 256, 1000, 8, 8),
+    "gqa_chunk_16": Case(1, 16, 1000, 32, 8, 128),
+    "gqa_chunk_64": Case(1, 64, 1000, 32, 8, 128),
+    "gqa_chunk_256": Case(1, 256, 1000, 32, 8, 128),
     "mla": Case(16, 1, 1000, 16, 1, 512, 64, scores=Scores(scale=0.07)),
 }
 

@@ -22,7 +22,7 @@ from megalith.kernels.attention.paged import (
     store,
     unsupported_reason,
 )
-from megalith.kernels.attention.scores import Scores, WeightDropout
+from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.packed import seq_params_from_queries
 from tests.cases import loop_over
 
@@ -72,7 +72,7 @@ def build_step(
     d_v: int = 36,
     block_size: int = 3,
     dtype: torch.dtype = torch.float64,
-    scores: Scores = Scores(),
+    scores: Scores = PLAIN,
     seed: int = 0,
 ) -> Step:
     """Return a step whose blocks that no query needs, and the rest of the last ones, hold NaN."""
@@ -181,8 +181,8 @@ def select(step: Step, lengths: list[tuple[int, int]]) -> Step:
 @loop_over("name", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) -> None:
-    scores, length = SCORES[name], 700
-    for kv_heads in (1, 2, 8):
+    scores, length = SCORES[name], 450
+    for kv_heads in (2, 8):
         expected = None
         for block_size in (1, 3, 16):
             # the complete sequence as one step, of which every query is compared
@@ -199,7 +199,7 @@ def test_query_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) ->
                 complete = run(step, scores, None, "invariant")
                 expected = complete if expected is None else expected
                 assert torch.equal(complete, expected), (block_size, threads)
-                for queries, keys in ((1, 700), (1, 640), (5, 642), (64, 513), (40, 129)):
+                for queries, keys in ((1, 450), (1, 384), (5, 386), (64, 321), (9, 129)):
                     part = run(select(step, [(queries, keys)]), scores, None, "numba")
                     assert torch.equal(part, expected[keys - queries : keys]), (queries, threads)
 

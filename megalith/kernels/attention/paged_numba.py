@@ -1,6 +1,6 @@
 """Numba loops of attention over a paged KV cache, on CPUs.
 
-Keys are processed in segments of `SEGMENT` tokens at fixed absolute positions. Every operation has a
+Keys are processed in segments of `SEGMENT` tokens at fixed absolute positions. Every sum has a
 defined order: a dot product adds 16 lanes, each over every 16th feature, and then the lanes
 pairwise; weighted values are added key by key; segments are merged in order. So the result of a
 query depends neither on the other queries and rows, nor on the number of threads, nor on the block
@@ -541,7 +541,7 @@ def exact_tanh(x: Any) -> Any:
 
 @exact
 def prefetch_keys(block: Block, keys: Any, j: Any, num_keys: Any, widths: Any) -> None:
-    """Start to load values j to j + 3, and the keys `AHEAD` further, into the cache.
+    """Start to load values j to j + 3, and keys `AHEAD` after them, into the cache.
 
     A block is shorter than what a processor's own prefetching needs to start.
     """
