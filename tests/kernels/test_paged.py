@@ -199,7 +199,8 @@ def test_query_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) ->
                 complete = run(step, scores, None, "invariant")
                 expected = complete if expected is None else expected
                 assert torch.equal(complete, expected), (block_size, threads)
-                for queries, keys in ((1, 450), (1, 384), (5, 386), (64, 321), (9, 129)):
+                steps = [(1, 450), (1, 384), (5, 386), (64, 321), (9, 129)]
+                for queries, keys in steps if threads == 1 else steps[2:3]:
                     part = run(select(step, [(queries, keys)]), scores, None, "numba")
                     assert torch.equal(part, expected[keys - queries : keys]), (queries, threads)
 
