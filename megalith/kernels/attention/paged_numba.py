@@ -51,9 +51,8 @@ LANES = 16
 GROUP = 4
 """Rows of a tile that are multiplied with a key or value while it is in a register."""
 
-_HAS_32_REGISTERS = "avx512f" in llvmlite.binding.get_host_cpu_name() or bool(
-    llvmlite.binding.get_host_cpu_features().get("avx512f")
-)
+_HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+"""Whether the processor has 32 vector registers, enough for the sums of `GROUP` rows."""
 
 ADDRESS_STRIDE = 8 * (SEGMENT + 4)
 """Bytes of the addresses of a segment's keys."""
