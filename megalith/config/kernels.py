@@ -19,6 +19,7 @@ BackendName = Literal[
     "split_kv",
     "varlen",
     "flex",
+    "paged",
     "loop",
     "grouped",
     "batched",
@@ -61,11 +62,11 @@ class KernelsConfig:
     """Backend of dropout of hidden states: numba (CPUs)."""
 
     attention: Literal[
-        "auto", "torch", "reference", "cpu_tiled", "sdpa", "split_kv", "varlen", "flex"
+        "auto", "torch", "reference", "cpu_tiled", "sdpa", "split_kv", "varlen", "flex", "paged"
     ] = "auto"
     """Backend of attention: cpu_tiled (CPUs), sdpa (torch's kernel), split_kv (intervals of
-    keys), varlen and flex (NVIDIA GPUs). torch: sdpa where it supports the scores, else the
-    reference."""
+    keys), varlen and flex (NVIDIA GPUs), paged (decoding with a paged KV cache on CPUs). torch:
+    sdpa where it supports the scores, else the reference."""
 
     experts: Literal["auto", "torch", "reference", "loop", "grouped", "batched"] = "auto"
     """Backend of the experts' matmuls: loop (one expert at a time), grouped (torch's

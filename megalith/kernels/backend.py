@@ -126,7 +126,9 @@ def unavailable_backends() -> Mapping[str, str]:
     reasons = (
         {}
         if cpu_threads.openmp() is not None
-        else {"numba": "torch's OpenMP library on this machine cannot be called"}
+        else dict.fromkeys(
+            ("numba", "paged"), "torch's OpenMP library on this machine cannot be called"
+        )
     )
     if not launch.has_triton():
         reasons |= {

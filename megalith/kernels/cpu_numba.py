@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import llvmlite.binding
 import numpy as np
@@ -59,9 +59,18 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     signature = types.void(types.CPointer(_ELEMENTS[dtype]))
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
         compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(
-            _copy_per_dtype(globals()[loop], dtype)
+            _copy_per_dtype(_find_loop(loop), dtype)
         )
     return int(compiled.address)
+
+
+def _find_loop(loop: Loop) -> FunctionType:
+    """Return the Python function of a loop."""
+    if loop in ("paged_attention", "paged_merge"):
+        from megalith.kernels.attention import paged_numba
+
+        return cast(FunctionType, getattr(paged_numba, loop))
+    return cast(FunctionType, globals()[loop])
 
 
 class _FirstPass(Listener):

@@ -37,7 +37,8 @@ Loop = Literal[
     "logit_gradients",
     "visible_softmax",
     "visible_exp",
-    "gumbel_argmax",
+    "paged_attention",
+    "paged_merge",
 ]
 
 # elements; below, launching a loop costs more than the memory passes that it saves

@@ -134,6 +134,10 @@ def _biased(model: ModelConfig) -> str | None:
     )
 
 
+def _no_paged_cache(model: ModelConfig) -> str | None:
+    return "it reads the paged KV cache of the inference engine, and training has none"
+
+
 def _unequal_groups(model: ModelConfig) -> str | None:
     padded = model.moe is not None and model.moe.capacity.pad
     return (
@@ -196,6 +200,13 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
         ),
         BackendSpec("flex", GPU, ALL, "heads of 16 features or more", False, _not_flexible),
         BackendSpec("sdpa", None, (), "plain scores, or masks of pairs", False, _not_plain),
+        BackendSpec(
+            "paged",
+            CPU,
+            NARROW,
+            "decoding with a paged KV cache; no biases or masks of pairs",
+            why_not=_no_paged_cache,
+        ),
         BackendSpec("split_kv", None, (), "no masks but those of tokens", why_not=_biased),
         BackendSpec("torch", None, deterministic=False),
         BackendSpec("reference", None),

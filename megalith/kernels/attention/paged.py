@@ -1,0 +1,613 @@
+"""Attention over a paged KV cache: keys and values stay in their blocks.
+
+Backends: `numba` (kernels/attention/paged_numba.py) reads every block once where it is, on CPUs in
+fp32 and bf16; `torch` gathers the visible keys of all rows with equally many queries; `reference`
+gathers row by row and calls `reference_attention`. A row with many queries, a prefill, is gathered
+and passed to `kernels.attention.dispatch.attention`, whose matmuls are faster then.
+
+The numba backend processes keys in segments of 128 tokens at fixed absolute positions and merges
+them in order, so that the output of a query is bitwise the same for every division of its sequence
+into steps, other rows, number of threads and block size. Source: Kwon et al. 2023,
+arXiv:2309.06180 (paged KV cache); Dao et al. 2023, "Flash-Decoding" (segments of one sequence).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.config.kernels import BackendName
+from megalith.errors import ConfigError
+from megalith.kernels import cpu_threads
+from megalith.kernels.attention.dispatch import attention, reference_attention, visible_key_lengths
+from megalith.kernels.attention.scores import PLAIN, Scores
+from megalith.kernels.packed import PackedSeqParams, seq_params_from_queries
+
+Lengths = tuple[tuple[int, int], ...]
+PagedBackend = Literal["numba", "torch", "reference"]
+
+SEGMENT = 128
+"""Tokens per segment: sections 5.4 and 20 of the inference spec fix it, and the kernel uses it."""
+
+MAX_KERNEL_QUERIES = 32
+"""Queries of a row up to which the numba kernel is faster than gathering its keys and values.
+
+Measured by benchmarks/paged_attention.py, 1000 keys, one core with AVX-512, torch 2.13: with 16
+queries 1.8 to 3.5 times as fast as gathering, with 64 queries 1.1 to 1.7 in fp32 and 0.5 to 1.3 in
+bf16, with 256 queries 1.0 and 0.3 to 0.6 (heads of 64 features; 32 query heads of 128 on 8).
+"""
+
+MAX_TILE_ROWS = 64
+"""Queries times query heads per key/value head of a tile: heuristic, bounds scratch memory."""
+
+MAX_GATHERED_ELEMENTS = 1 << 26
+"""Elements that the torch backend gathers at once: heuristic, 256 MiB in fp32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # tensors do not compare to one truth value
+class PagedMetadata:
+    """Rows of a step, each one sequence: its queries, and the blocks of its keys and values.
+
+    Query i of a row with `queries` new tokens is token keys - queries + i of its sequence.
+    """
+
+    block_tables: Tensor
+    """int32 [rows, max_blocks]: block of each `block_size` tokens of a row; -1: freed, or none; no
+    query of the row attends to its tokens."""
+
+    cu_seqlens_q: Tensor
+    """int32 [rows + 1]: start of each row's queries; from 0 to t."""
+
+    kv_lengths: Tensor
+    """int32 [rows]: keys of each row, those of this step included."""
+
+    lengths: Lengths
+    """(queries, keys) of each row, on the host; a row may have no queries."""
+
+    block_size: int
+    """Tokens per block."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of queries t of all rows."""
+        return sum(queries for queries, _ in self.lengths)
+
+
+def build_paged_metadata(
+    block_tables: Tensor, lengths: Sequence[tuple[int, int]], block_size: int
+) -> PagedMetadata:
+    """Return the metadata of rows with (queries, keys) of `lengths`; block_tables int32 [rows,
+    max_blocks]."""
+    device = block_tables.device
+    starts = [0, *accumulate(queries for queries, _ in lengths)]
+    return PagedMetadata(
+        block_tables=block_tables,
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+        kv_lengths=torch.tensor([k for _, k in lengths], dtype=torch.int32, device=device),
+        lengths=tuple(lengths),
+        block_size=block_size,
+    )
+
+
+class _PagedKeys(NamedTuple):
+    """Queries and caches of a call; scores are sums over the parts of queries and keys."""
+
+    queries: tuple[Tensor, ...]
+    """[t, n, d] each: one part, or two for MLA: latent and rotated."""
+
+    keys: tuple[Tensor, ...]
+    """[blocks, g, T, d] of each part."""
+
+    values: Tensor
+    """[blocks, g, T, d_v]."""
+
+    @property
+    def shared(self) -> int:
+        """Query heads per key/value head."""
+        return self.queries[0].shape[1] // self.values.shape[1]
+
+
+# --- storing
+
+
+def store(cache: Tensor, rows_new: Tensor, slots: Tensor) -> None:
+    """Write new keys or values to their places in the cache, in place.
+
+    cache [blocks, g, T, d], rows_new [t, g, d] of the same dtype, slots int64 [t] = block * T +
+    offset of each token, all different. Works for every dtype and device.
+    """
+    block_size = cache.shape[2]
+    blocks = slots.div(block_size, rounding_mode="floor")
+    cache.transpose(1, 2).index_put_((blocks, slots - blocks * block_size), rows_new)
+
+
+# --- supported scores
+
+
+def unsupported_reason(
+    scores: Scores, *, has_attention_mask: bool = False, head_dim: int | None = None
+) -> str | None:
+    """Return why paged attention does not support these scores, or None if it does.
+
+    A caller then gathers keys and values and calls `kernels.attention.dispatch.attention`.
+    """
+    if scores.relative is not None:
+        return "a relative position bias needs a bias per pair of query and key"
+    if has_attention_mask:
+        return "an attention mask needs a value per pair of query and key"
+    if not scores.causal:
+        return "attention is not causal, so earlier tokens would attend to keys of later steps"
+    return "attention dropout is only for training" if scores.dropout is not None else None
+
+
+# --- attention
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: PagedMetadata,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+    kernel: BackendName = "auto",
+) -> Tensor:
+    """Causal attention of each row's queries to the keys of its blocks; n/g query heads share one
+    key/value head.
+
+    q [t, n, d], key_cache [blocks, g, T, d], value_cache [blocks, g, T, d_v] -> [t, n, d_v]. Keys
+    and values of this step are stored already. `sinks` [n]: see `masked_attention`.
+    kernel="auto": numba for rows of few queries, gather + `attention` for others, torch where numba
+    does not support the inputs; `batch_invariant`: the same kernel for all rows. No gradients.
+
+    Raises:
+        ConfigError: the scores are not supported, see `unsupported_reason`, or `kernel` does not
+            support the inputs.
+    """
+    paged = _PagedKeys((q,), (key_cache,), value_cache)
+    return _attend(paged, metadata, scores, sinks, batch_invariant, kernel)
+
+
+def paged_latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    metadata: PagedMetadata,
+    scores: Scores,
+    *,
+    batch_invariant: bool = False,
+    kernel: BackendName = "auto",
+) -> Tensor:
+    """Attention of the absorbed form of MLA: one key/value head, whose keys are latents and rotated
+    keys, and whose values are the latents.
+
+    q_latent [t, n, r], q_rope [t, n, d_rope], latent_cache [blocks, 1, T, r], rope_cache [blocks,
+    1, T, d_rope] -> [t, n, r]. `scores.scale` must be set: 1 / sqrt(r + d_rope) is not the scale of
+    the expanded form. Otherwise as `paged_attention`. Source: DeepSeek-AI 2024, arXiv:2405.04434.
+
+    Raises:
+        ConfigError: as `paged_attention`.
+    """
+    assert scores.scale is not None, "the absorbed form needs the scale of the expanded form"
+    paged = _PagedKeys((q_latent, q_rope), (latent_cache, rope_cache), latent_cache)
+    return _attend(paged, metadata, scores, None, batch_invariant, kernel)
+
+
+def _attend(
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    batch_invariant: bool,
+    kernel: BackendName,
+) -> Tensor:
+    if (reason := unsupported_reason(scores)) is not None:
+        raise ConfigError(
+            f"paged attention does not support these scores: {reason}. Gather the keys and values "
+            "and use kernels.attention.dispatch.attention."
+        )
+    q = paged.queries[0]
+    if metadata.num_tokens == 0:
+        return q.new_empty(*q.shape[:2], paged.values.shape[3])
+    scores = replace(scores, scale=scores.factor(sum(part.shape[2] for part in paged.queries)))
+    if kernel == "reference":
+        return _gathered(paged, metadata, scores, sinks, reference_attention)
+    backend = select_paged_backend(paged, kernel)
+    attend = _numba if backend == "numba" else _torch
+    is_prefill = [queries > MAX_KERNEL_QUERIES for queries, _ in metadata.lengths]
+    if batch_invariant or kernel != "auto" or not any(is_prefill):
+        return attend(paged, metadata, scores, sinks)
+    out = q.new_empty(*q.shape[:2], paged.values.shape[3])
+    for rows, run in (
+        ([not prefill for prefill in is_prefill], attend),
+        (is_prefill, partial(_gathered, attend=attention)),
+    ):
+        _attend_rows(out, rows, paged, metadata, scores, sinks, run)
+    return out
+
+
+PagedFunction = Callable[[_PagedKeys, PagedMetadata, Scores, Tensor | None], Tensor]
+
+
+def select_paged_backend(paged: _PagedKeys, kernel: BackendName) -> PagedBackend:
+    """Return the backend that `kernel` names, or the fastest one that supports the inputs.
+
+    Raises:
+        ConfigError: `kernel` names a backend that does not support them.
+    """
+    tensors = *paged.queries, *paged.keys, paged.values
+    supported = cpu_threads.can_use(*tensors) and all(x.stride(-1) == 1 for x in tensors)
+    if kernel == "numba" and not supported:
+        q = paged.queries[0]
+        raise ConfigError(
+            f"kernel=numba does not support {str(q.dtype).removeprefix('torch.')} queries on "
+            f"{q.device.type} with caches in {str(paged.values.dtype).removeprefix('torch.')}: it "
+            "takes all fp32 or all bf16 on CPUs. Use kernel=torch or kernel=auto."
+        )
+    return "numba" if supported and kernel in ("auto", "numba", "paged") else "torch"
+
+
+def _attend_rows(
+    out: Tensor,
+    selected: list[bool],
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    attend: PagedFunction,
+) -> None:
+    """Write the attention output of the selected rows to `out` [t, n, d_v]."""
+    rows = [row for row, is_selected in enumerate(selected) if is_selected]
+    lengths = [metadata.lengths[row] for row in rows]
+    if not any(queries for queries, _ in lengths):
+        return
+    starts = list(accumulate((queries for queries, _ in metadata.lengths), initial=0))
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(out.device)
+    tables = metadata.block_tables[torch.tensor(rows, device=out.device)]
+    part = build_paged_metadata(tables, lengths, metadata.block_size)
+    queries = tuple(q[tokens] for q in paged.queries)
+    out[tokens] = attend(paged._replace(queries=queries), part, scores, sinks)
+
+
+# --- gather
+
+
+def gather(cache: Tensor, metadata: PagedMetadata, lengths: Lengths) -> Tensor:
+    """Return the last keys or values of each row, as many as `lengths` says (queries, keys): cache
+    [blocks, g, T, d] -> [t_kv, g, d]."""
+    device, block_size = cache.device, metadata.block_size
+    num_kept = torch.tensor([keys for _, keys in lengths])
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), num_kept)
+    first = torch.tensor([keys for _, keys in metadata.lengths]) - num_kept
+    starts = num_kept.cumsum(0) - num_kept
+    positions = (torch.arange(len(rows)) + (first - starts)[rows]).to(device)
+    blocks = metadata.block_tables[rows.to(device), positions // block_size].long()
+    return cache.transpose(1, 2)[blocks, positions % block_size]
+
+
+def _gathered(
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor, PackedSeqParams, Scores, Tensor | None], Tensor],
+) -> Tensor:
+    """Gather the visible keys and values of all rows and call `attend`."""
+    lengths = tuple((q, k if q else 0) for q, k in metadata.lengths)
+    lengths = visible_key_lengths(lengths, scores)
+    keys = [gather(cache, metadata, lengths) for cache in paged.keys]
+    values = keys[0] if paged.values is paged.keys[0] else gather(paged.values, metadata, lengths)
+    q, k = (x[0] if len(x) == 1 else torch.cat(x, dim=-1) for x in (list(paged.queries), keys))
+    seq_params = seq_params_from_queries(list(lengths), device=q.device)
+    return attend(q, k, values, seq_params, scores, sinks)
+
+
+def gather_and_attend(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: PagedMetadata,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Gather the visible keys and values, and call `dispatch.attention`; arguments and result as
+    those of `paged_attention`."""
+    paged = _PagedKeys((q,), (key_cache,), value_cache)
+    return _gathered(paged, metadata, scores, sinks, attention)
+
+
+# --- torch
+
+
+def _torch(
+    paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """Attention of rows with equally many queries and similarly many keys in one batch."""
+    q = paged.queries[0]
+    out = q.new_empty(*q.shape[:2], paged.values.shape[3])
+    visible = visible_key_lengths(metadata.lengths, scores)
+    starts = list(accumulate((queries for queries, _ in metadata.lengths), initial=0))
+    for rows in _batches_of_rows(visible, paged):
+        queries = visible[rows[0]][0]
+        first_tokens = torch.tensor([starts[row] for row in rows], device=q.device)
+        tokens = first_tokens.unsqueeze(1) + torch.arange(queries, device=q.device)
+        positions = _KeyPositions.of_rows(rows, visible, metadata, scores)
+        out[tokens] = _attend_batch(paged, tokens, positions, scores, sinks)
+    return out
+
+
+def _batches_of_rows(visible: Lengths, paged: _PagedKeys) -> list[list[int]]:
+    """Return batches of rows with equally many queries, and numbers of keys up to the same power of
+    two."""
+    per_key = sum(cache.shape[1] * cache.shape[3] for cache in (*paged.keys, paged.values))
+    batches: dict[tuple[int, int, int], list[int]] = {}
+    num_rows: dict[tuple[int, int], int] = {}
+    for row, (queries, keys) in enumerate(visible):
+        if queries == 0:
+            continue
+        key = queries, (keys - 1).bit_length()
+        limit = max(1, MAX_GATHERED_ELEMENTS // (per_key << key[1]))
+        number = num_rows[key] = num_rows.get(key, -1) + 1
+        batches.setdefault((*key, number // limit), []).append(row)
+    return list(batches.values())
+
+
+class _KeyPositions(NamedTuple):
+    """Places of the visible keys of some rows, padded to the longest."""
+
+    blocks: Tensor
+    """int64 [rows, keys]; 0 for padding."""
+
+    offsets: Tensor
+    """int64 [rows, keys]: places in their blocks."""
+
+    is_key: Tensor
+    """bool [rows, keys]: False for padding."""
+
+    mask: Tensor
+    """bool [rows, queries, keys]: attention mask."""
+
+    @staticmethod
+    def of_rows(
+        rows: list[int], visible: Lengths, metadata: PagedMetadata, scores: Scores
+    ) -> "_KeyPositions":
+        """Return the places of the keys that the queries of these rows see."""
+        device = metadata.block_tables.device
+        lengths = torch.tensor([metadata.lengths[row] for row in rows], device=device)
+        num_queries, longest = visible[rows[0]][0], max(visible[row][1] for row in rows)
+        num_visible = torch.tensor([visible[row][1] for row in rows], device=device)
+        positions = (lengths[:, 1] - num_visible).unsqueeze(1) + torch.arange(
+            longest, device=device
+        )
+        is_key = positions < lengths[:, 1:]
+        own = lengths[:, 1:] - num_queries + torch.arange(num_queries, device=device)
+        keys, own = positions.unsqueeze(1), own.unsqueeze(2)
+        mask = keys <= own
+        if scores.window is not None:
+            first = own - scores.window + 1
+            first = (
+                own.div(scores.window, rounding_mode="floor") * scores.window
+                if (scores.chunked)
+                else first
+            )
+            mask &= keys >= first
+        positions = positions.where(is_key, 0)
+        tables = metadata.block_tables[torch.tensor(rows, device=device)].long()
+        blocks = tables.gather(1, positions // metadata.block_size).where(is_key, 0)
+        return _KeyPositions(blocks, positions % metadata.block_size, is_key, mask)
+
+    def gather(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return keys or values [rows, g, keys, d]; 0 for padding, whose block may hold NaN."""
+        gathered = cache.transpose(1, 2)[self.blocks, self.offsets].to(dtype)
+        return gathered.masked_fill_(~self.is_key[..., None, None], 0).transpose(1, 2)
+
+
+def _attend_batch(
+    paged: _PagedKeys,
+    tokens: Tensor,
+    positions: _KeyPositions,
+    scores: Scores,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention output of tokens int64 [rows, queries]: [rows, queries, n, d_v]."""
+    dtype = torch.promote_types(paged.values.dtype, torch.float32)
+    s, values = None, None
+    for queries, cache in zip(paged.queries, paged.keys, strict=True):
+        keys = positions.gather(cache, dtype)
+        values = keys if cache is paged.values else values
+        q = queries[tokens].unflatten(2, (keys.shape[1], paged.shared))
+        # [rows, g, shared * queries, d]: query heads of one key/value head share a matmul
+        q = q.permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
+        part = q @ keys.transpose(2, 3)
+        s = part if s is None else s + part
+    assert s is not None
+    values = positions.gather(paged.values, dtype) if values is None else values
+    s = s.unflatten(2, (paged.shared, -1)) * scores.factor(1)
+    if scores.softcap is not None:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
+    s = s.masked_fill(~positions.mask[:, None, None], float("-inf"))
+    if sinks is not None or scores.off_by_one:
+        n = paged.queries[0].shape[1]
+        added = s.new_zeros(n) if scores.off_by_one or sinks is None else sinks.to(dtype)
+        column = added.view(1, s.shape[1], s.shape[2], 1, 1).expand(*s.shape[:-1], 1)
+        weights = torch.cat([s, column], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = s.softmax(-1)
+    out = weights.flatten(2, 3) @ values
+    out = out.unflatten(2, (paged.shared, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.to(paged.queries[0].dtype)
+
+
+# --- numba
+
+
+class _TilePlan(NamedTuple):
+    """Division of the rows of a step into tiles, and of their segments into parts; int64."""
+
+    tiles: NDArray[np.int64]
+    """[tiles, 6]: columns as in kernels/attention/paged_numba.py."""
+
+    bounds: NDArray[np.int64]
+    """[parts + 1, 2]: tile and unit at which each part starts; a tile's units are (head, segment)
+    pairs."""
+
+    splits: NDArray[np.int64]
+    """[splits, 3]: tile, head, and first state in the workspace, of pairs in several parts."""
+
+    num_states: int
+    """States in the workspace."""
+
+    max_rows: int
+    """Rows of the largest tile: queries times query heads per key/value head."""
+
+
+@lru_cache(maxsize=32)
+def plan_tiles(
+    lengths: Lengths, *, heads: int, shared: int, window: int | None, chunked: bool, parts: int
+) -> _TilePlan:
+    """Divide the queries of each row into tiles, and the segments of all tiles and key/value heads
+    into `parts` of about equal work.
+
+    `heads`: key/value heads; `shared`: query heads of each. All layers of a step with the same view
+    share the plan.
+    """
+    size = max(1, MAX_TILE_ROWS // shared)
+    tiles = []
+    token = 0
+    for row, (queries, keys) in enumerate(lengths):
+        for start in range(0, queries, size):
+            count, position = min(size, queries - start), keys - queries + start
+            first = 0
+            if window is not None:
+                first = position // window * window if chunked else max(0, position - window + 1)
+            first_segment, end = first // SEGMENT, (position + count - 1) // SEGMENT + 1
+            tiles.append((row, token + start, count, position, first_segment, end - first_segment))
+        token += queries
+    table = np.array(tiles, dtype=np.int64)
+    # reading a segment costs about as much as the scores of one row
+    weights = 1 + table[:, 2] * shared
+    bounds = _divide_units(weights, table[:, 5] * heads, parts)
+    splits, num_states = _find_splits(table, bounds, shared)
+    return _TilePlan(table, bounds, splits, num_states, int(table[:, 2].max()) * shared)
+
+
+def _divide_units(
+    weights: NDArray[np.int64], num_units: NDArray[np.int64], parts: int
+) -> NDArray[np.int64]:
+    """Return the tile and the unit in it at which each of `parts` parts starts, and the end: int64
+    [parts + 1, 2]; each tile has `num_units` units of equal weight."""
+    ends = np.cumsum(weights * num_units)
+    targets = ends[-1] * np.arange(parts + 1) // parts
+    tiles = np.searchsorted(ends, targets, side="right")
+    tiles[-1] = len(ends)
+    starts = np.concatenate([[0], ends])[tiles]
+    units = (targets - starts) // np.append(weights, 1)[tiles]
+    return np.stack([tiles, units], axis=1).astype(np.int64)
+
+
+def _find_splits(
+    tiles: NDArray[np.int64], bounds: NDArray[np.int64], shared: int
+) -> tuple[NDArray[np.int64], int]:
+    """Return the (tile, head, first state) of pairs that a bound divides, and the number of
+    states."""
+    splits: dict[tuple[int, int], int] = {}
+    num_states = 0
+    for tile, unit in bounds[1:-1].tolist():
+        segments = int(tiles[tile, 5])
+        pair = tile, unit // segments
+        if unit % segments and pair not in splits:
+            splits[pair] = num_states
+            num_states += segments * int(tiles[tile, 2]) * shared
+    rows = [(tile, head, state) for (tile, head), state in splits.items()]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3), num_states
+
+
+def _numba(
+    paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """Attention in place, by the numba loops."""
+    queries = tuple(q.contiguous() for q in paged.queries)
+    heads, shared, width = paged.values.shape[1], paged.shared, paged.values.shape[3]
+    visible = visible_key_lengths(metadata.lengths, scores)
+    work = sum(q * k for q, k in visible) * queries[0].shape[1] * width
+    plan = plan_tiles(
+        metadata.lengths,
+        heads=heads,
+        shared=shared,
+        window=scores.window,
+        chunked=scores.chunked,
+        parts=cpu_threads.num_threads(work),
+    )
+    out = queries[0].new_empty(*queries[0].shape[:2], width)
+    if scores.off_by_one:
+        sinks = torch.zeros(queries[0].shape[1])
+    arguments = _numba_arguments(
+        paged._replace(queries=queries), metadata, scores, sinks, plan, out
+    )
+    cpu_threads.run("paged_attention", out.dtype, *arguments, elements=work)
+    if len(plan.splits):
+        cpu_threads.run("paged_merge", out.dtype, *arguments, elements=work)
+    return out
+
+
+def _numba_arguments(
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    plan: _TilePlan,
+    out: Tensor,
+) -> list[Tensor | int | float]:
+    """Return the arguments of the numba loops, in their order; temporary memory included."""
+    widths = [q.shape[2] for q in paged.queries]
+    rope_width, value_width, parts = sum(widths[1:]), out.shape[2], len(plan.bounds) - 1
+    sizes = torch.tensor(
+        [
+            parts,
+            paged.values.shape[1],
+            paged.shared,
+            widths[0],
+            rope_width,
+            value_width,
+            metadata.block_size,
+            *paged.keys[0].stride()[:3],
+            *paged.keys[-1].stride()[:3],
+            *paged.values.stride()[:3],
+            scores.window or 0,
+            int(scores.chunked),
+            metadata.block_tables.shape[1],
+            plan.max_rows,
+            len(plan.splits),
+            int(sinks is not None),
+            len(out),
+        ]
+    )
+    state = value_width + 2
+    scratch = plan.max_rows * sum(widths) + 4 * SEGMENT + (4 + plan.max_rows) * state
+    tensors = [torch.from_numpy(array) for array in (plan.tiles, plan.bounds, plan.splits)]
+    return [
+        sizes,
+        float(scores.factor(1)),
+        float(scores.softcap or 0),
+        paged.queries[0],
+        paged.queries[-1],
+        paged.keys[0],
+        paged.keys[-1],
+        paged.values,
+        metadata.block_tables.to(torch.int32).contiguous(),
+        *tensors,
+        sizes if sinks is None else sinks.float().contiguous(),
+        torch.empty(plan.num_states * state),
+        torch.empty(parts * scratch),
+        torch.empty(parts * 3 * (SEGMENT + 4), dtype=torch.int64),
+        out,
+    ]

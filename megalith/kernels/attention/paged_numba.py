@@ -1,0 +1,761 @@
+"""Numba loops of attention over a paged KV cache, on CPUs.
+
+Keys are processed in segments of `SEGMENT` tokens at fixed absolute positions. Every sum has a
+defined order: a dot product adds 16 lanes, each over every 16th feature, and then the lanes
+pairwise; weighted values are added key by key; segments are merged in order. So the result of a
+query depends neither on the other queries and rows, nor on the number of threads, nor on the block
+size. The vector code is emitted as LLVM vectors, because a compiler that vectorizes a sum chooses
+its order.
+
+Work is divided into tiles: a few queries of one row, for one key/value head; the queries and query
+heads of a tile are its `rows`. All functions get the block of arguments of `paged_attention`.
+"""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public, but not declared
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from megalith.kernels.cpu_numba import (
+    Array,
+    Block,
+    _floats,
+    _longs,
+    _num_threads,
+    _thread_num,
+    count,
+    data,
+    exp,
+    longs,
+    narrow,
+    number,
+    row_max,
+    wide,
+    wides,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SEGMENT = 128
+"""Tokens per segment, the unit of partial results."""
+
+LANES = 16
+"""Partial sums of a dot product; one AVX-512 vector, two AVX2 vectors."""
+
+GROUP = 4
+"""Rows of a tile that are multiplied with a key or value while it is in a register."""
+
+_HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+"""Whether the processor has 32 vector registers, enough for the sums of `GROUP` rows."""
+
+ADDRESS_STRIDE = 8 * (SEGMENT + 4)
+"""Bytes of the addresses of a segment's keys."""
+
+AHEAD = 16
+"""Keys by which prefetching is ahead of their use."""
+
+LOWEST = np.float32(-3.4028234663852886e38)
+
+# Entries of the argument `sizes`.
+(
+    PARTS,
+    HEADS,
+    SHARED,
+    WIDTH,
+    ROPE_WIDTH,
+    VALUE_WIDTH,
+    BLOCK_SIZE,
+    KEY_STRIDES,
+    ROPE_STRIDES,
+    VALUE_STRIDES,
+    WINDOW,
+    CHUNKED,
+    MAX_BLOCKS,
+    MAX_ROWS,
+    NUM_SPLITS,
+    HAS_SINKS,
+    NUM_TOKENS,
+) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22
+NUM_SIZES = 23
+
+# Columns of a tile.
+ROW, FIRST_TOKEN, NUM_QUERIES, POSITION, FIRST_SEGMENT, NUM_SEGMENTS = range(6)
+NUM_COLUMNS = 6
+
+
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function of which the compiler must not reorder or fuse floating-point
+    operations."""
+    # explicit: numba would otherwise use the fast math of the loop that calls the function
+    result: Callable[P, R] = njit(nogil=True, error_model="numpy", fastmath=False)(function)
+    return result
+
+
+exact_exp: Any = exact(exp.py_func)  # type: ignore[attr-defined]  # of a compiled function
+
+
+# --- vector code
+
+_FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+def _constant_lanes(numbers: list[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), numbers)
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Emit a * b + c, fused where the processor has such an instruction."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+    )
+    return builder.call(function, [a, b, c])
+
+
+def _tail_mask(builder: Any, width: Any) -> Any:
+    """Emit the mask of the first `width` lanes."""
+    lanes = ir.Constant(ir.VectorType(_INT64, LANES), list(range(LANES)))
+    return builder.icmp_signed("<", lanes, _splat(builder, width, LANES))
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    vector = ir.VectorType(value.type, lanes)
+    one = builder.insert_element(
+        ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+    )
+    return builder.shuffle_vector(
+        one, ir.Constant(vector, ir.Undefined), _constant_lanes([0] * lanes)
+    )
+
+
+def _load(builder: Any, address: Any, nbytes: int, mask: Any = None) -> Any:
+    """Emit the load of 16 elements of 4 bytes (fp32) or 2 bytes (bf16) as fp32; 0 where the mask
+    is false."""
+    vector = _VECTOR if nbytes == 4 else ir.VectorType(ir.IntType(16), LANES)
+    pointer = builder.inttoptr(address, vector.as_pointer())
+    if mask is None:
+        lanes = builder.load(pointer)
+        lanes.align = nbytes
+    else:
+        name = f"llvm.masked.load.v{LANES}{'f32' if nbytes == 4 else 'i16'}.p0"
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [vector.as_pointer(), ir.IntType(32), _MASK, vector]),
+            name,
+        )
+        zero = ir.Constant(vector, [0] * LANES)
+        lanes = builder.call(function, [pointer, ir.Constant(ir.IntType(32), nbytes), mask, zero])
+    if nbytes == 4:
+        return lanes
+    integers = ir.VectorType(ir.IntType(32), LANES)
+    high = builder.shl(builder.zext(lanes, integers), ir.Constant(integers, [16] * LANES))
+    return builder.bitcast(high, _VECTOR)
+
+
+def _store(builder: Any, value: Any, address: Any, mask: Any = None) -> None:
+    pointer = builder.inttoptr(address, value.type.as_pointer())
+    if mask is None:
+        builder.store(value, pointer).align = 4
+        return
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), ir.IntType(32), _MASK]),
+        f"llvm.masked.store.v{LANES}f32.p0",
+    )
+    builder.call(function, [value, pointer, ir.Constant(ir.IntType(32), 4), mask])
+
+
+def _halve(builder: Any, vector: Any) -> Any:
+    """Emit the sum of both halves of a vector."""
+    half = vector.type.count // 2
+    low = builder.shuffle_vector(vector, vector, _constant_lanes(list(range(half))))
+    high = builder.shuffle_vector(vector, vector, _constant_lanes(list(range(half, 2 * half))))
+    return builder.fadd(low, high)
+
+
+def _add_lanes(builder: Any, sums: list[Any]) -> Any:
+    """Emit the sums of the lanes of four vectors, as a vector of four."""
+    a, b, c, d = (_halve(builder, _halve(builder, vector)) for vector in sums)
+
+    def pair(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
+        return builder.fadd(
+            builder.shuffle_vector(x, y, _constant_lanes(first)),
+            builder.shuffle_vector(x, y, _constant_lanes(second)),
+        )
+
+    ab, cd = (pair(x, y, [0, 1, 4, 5], [2, 3, 6, 7]) for x, y in ((a, b), (c, d)))
+    return pair(ab, cd, [0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def _integer(value: int) -> ir.Constant:
+    return ir.Constant(_INT64, value)
+
+
+def _emit_dots(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
+    """Emit `dots` for `rows` queries and four keys."""
+    query, query_stride, key_addresses, width, out = args
+    keys = []
+    for j in range(4):
+        pointer = builder.inttoptr(builder.add(key_addresses, _integer(8 * j)), _INT64.as_pointer())
+        keys.append(builder.load(pointer))
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in keys] for _ in range(rows)]
+    for row in sums:
+        for lanes in row:
+            builder.store(zero, lanes)
+
+    def add_features(first: Any, mask: Any = None) -> None:
+        offset = builder.mul(first, _integer(nbytes))
+        loaded = [_load(builder, builder.add(key, offset), nbytes, mask) for key in keys]
+        for i in range(rows):
+            address = builder.add(query, builder.mul(query_stride, _integer(i)))
+            address = builder.add(address, builder.mul(first, _integer(4)))
+            q = _load(builder, address, 4, mask)
+            for key, lanes in zip(loaded, sums[i], strict=True):
+                builder.store(_multiply_add(builder, q, key, builder.load(lanes)), lanes)
+
+    with cgutils.for_range(builder, builder.sdiv(width, _integer(LANES))) as loop:
+        add_features(builder.mul(loop.index, _integer(LANES)))
+    remainder = builder.srem(width, _integer(LANES))
+    with builder.if_then(builder.icmp_signed(">", remainder, _integer(0)), likely=False):
+        add_features(builder.sub(width, remainder), _tail_mask(builder, remainder))
+    for i in range(rows):
+        totals = _add_lanes(builder, [builder.load(lanes) for lanes in sums[i]])
+        address = builder.add(out, _integer(4 * SEGMENT * i))
+        pointer = builder.inttoptr(address, totals.type.as_pointer())
+        previous = builder.load(pointer)
+        previous.align = 4
+        _store(builder, builder.fadd(previous, totals), address)
+
+
+def _emit_values(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
+    """Emit `values` for `rows` rows."""
+    weights, value_addresses, num_keys, width, out, out_stride = args
+    vectors = 4 if rows == 1 else 2
+    if not _HAS_32_REGISTERS:
+        vectors //= 2
+
+    def add_keys(first: Any, vectors: int, mask: Any = None) -> None:
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = [
+            [cgutils.alloca_once_value(builder, zero) for _ in range(vectors)] for _ in range(rows)
+        ]
+        for row in sums:
+            for lanes in row:
+                builder.store(zero, lanes)
+        with cgutils.for_range(builder, num_keys) as loop:
+            pointer = builder.inttoptr(
+                builder.add(value_addresses, builder.mul(loop.index, _integer(8))),
+                _INT64.as_pointer(),
+            )
+            address = builder.add(builder.load(pointer), builder.mul(first, _integer(nbytes)))
+            loaded = [
+                _load(builder, builder.add(address, _integer(nbytes * LANES * n)), nbytes, mask)
+                for n in range(vectors)
+            ]
+            for i in range(rows):
+                weight = builder.add(weights, builder.mul(loop.index, _integer(4)))
+                weight = builder.add(weight, _integer(4 * SEGMENT * i))
+                p = _splat(
+                    builder, builder.load(builder.inttoptr(weight, _FLOAT.as_pointer())), LANES
+                )
+                for value, lanes in zip(loaded, sums[i], strict=True):
+                    builder.store(_multiply_add(builder, p, value, builder.load(lanes)), lanes)
+        for i in range(rows):
+            for n, lanes in enumerate(sums[i]):
+                address = builder.add(out, builder.mul(out_stride, _integer(i)))
+                address = builder.add(address, builder.mul(first, _integer(4)))
+                address = builder.add(address, _integer(4 * LANES * n))
+                _store(builder, builder.load(lanes), address, mask)
+
+    size = LANES * vectors
+    with cgutils.for_range(builder, builder.sdiv(width, _integer(size))) as loop:
+        add_keys(builder.mul(loop.index, _integer(size)), vectors)
+    first = builder.sub(width, builder.srem(width, _integer(size)))
+    if vectors > 1:
+        rest = builder.sdiv(builder.sub(width, first), _integer(LANES))
+        with cgutils.for_range(builder, rest) as loop:
+            add_keys(builder.add(first, builder.mul(loop.index, _integer(LANES))), 1)
+    remainder = builder.srem(width, _integer(LANES))
+    with builder.if_then(builder.icmp_signed(">", remainder, _integer(0)), likely=False):
+        add_keys(builder.sub(width, remainder), 1, _tail_mask(builder, remainder))
+
+
+def _vector_code(emit: Callable[..., None], rows: int, num_arguments: int) -> Any:
+    """Return a function (block, int64...) whose code `emit` writes, for elements of the block's
+    type."""
+    integers = [types.int64] * num_arguments
+
+    def type_and_emit(block: Any) -> Any:
+        nbytes = 4 if block.dtype == types.float32 else 2
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit(rows, nbytes, builder, list(args[1:]))
+            return context.get_dummy_value()
+
+        return types.void(block, *integers), generate
+
+    # numba requires functions of as many arguments as are passed
+    if num_arguments == 5:
+
+        def five(typing: Any, block: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+            return type_and_emit(block)
+
+        return intrinsic(five)
+
+    def six(typing: Any, block: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+        return type_and_emit(block)
+
+    return intrinsic(six)
+
+
+_dots_of_one, _dots_of_group = (_vector_code(_emit_dots, rows, 5) for rows in (1, GROUP))
+_values_of_one, _values_of_group = (_vector_code(_emit_values, rows, 6) for rows in (1, GROUP))
+
+
+def _sum_of_weights(typing: Any, address: Any, num_vectors: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        lanes = cgutils.alloca_once_value(builder, zero)
+        builder.store(zero, lanes)
+        with cgutils.for_range(builder, args[1]) as loop:
+            offset = builder.mul(loop.index, _integer(4 * LANES))
+            vector = _load(builder, builder.add(args[0], offset), 4)
+            builder.store(builder.fadd(builder.load(lanes), vector), lanes)
+        total = builder.load(lanes)
+        while total.type.count > 1:
+            total = _halve(builder, total)
+        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(types.int64, types.int64), generate
+
+
+_sum_lanes: Any = intrinsic(_sum_of_weights)
+"""The sum of fp32 numbers at an address, from so many vectors."""
+
+
+def _prefetch_line(typing: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        int32 = ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32]),
+            "llvm.prefetch.p0",
+        )
+        read_near_data = [ir.Constant(int32, number) for number in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], byte), *read_near_data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+_prefetch: Any = intrinsic(_prefetch_line)
+"""Start to load the cache line at an address."""
+
+
+def _point_to_int32(typing: Any, integer: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(types.int64), emit
+
+
+_ints: Any = intrinsic(_point_to_int32)
+
+
+def _size_of_element(typing: Any, block: Any) -> Any:
+    nbytes = 4 if block.dtype == types.float32 else 2
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _integer(nbytes)
+
+    return types.int64(block), emit
+
+
+_element_nbytes: Any = intrinsic(_size_of_element)
+
+
+# --- attention of one tile
+
+# arguments in the order of the block
+(
+    SIZES,
+    SCALE,
+    SOFTCAP,
+    QUERIES,
+    ROPE_QUERIES,
+    KEYS,
+    ROPE_KEYS,
+    VALUES,
+    TABLES,
+    TILES,
+    BOUNDS,
+    SPLITS,
+    SINKS,
+    WORKSPACE,
+    SCRATCH,
+    ADDRESSES,
+    OUT,
+) = range(17)
+
+
+@exact
+def size(block: Block, index: Any) -> Any:
+    """Return entry `index` of the sizes."""
+    return longs(block, SIZES, (NUM_SIZES,))[index]
+
+
+@exact
+def tile_column(block: Block, tile: Any, column: Any) -> Any:
+    """Return one column of a tile."""
+    return longs(block, TILES, (tile + 1, NUM_COLUMNS))[tile, column]
+
+
+@exact
+def floats_at(address: Any, length: Any) -> Array:
+    """Return the fp32 numbers at an address."""
+    return carray(_floats(address), (length,))
+
+
+@exact
+def longs_at(address: Any, length: Any) -> Array:
+    """Return the int64 numbers at an address."""
+    return carray(_longs(address), (length,))
+
+
+@exact
+def scratch_addresses(block: Block, part: Any) -> Any:
+    """Return the addresses in a part's scratch memory of: fp32 queries [rows, d + d_rope], scores
+    [4, 128], states of one segment [4, d_v + 2] and of a tile [rows, d_v + 2]; and int64 addresses
+    [3, 132] of keys, rotated keys and values."""
+    rows, width = size(block, MAX_ROWS), size(block, WIDTH) + size(block, ROPE_WIDTH)
+    state = size(block, VALUE_WIDTH) + 2
+    elements = rows * width + GROUP * SEGMENT + (GROUP + rows) * state
+    queries = count(block, SCRATCH) + part * elements * 4
+    scores = queries + rows * width * 4
+    states = scores + GROUP * SEGMENT * 4
+    addresses = count(block, ADDRESSES) + part * 3 * ADDRESS_STRIDE
+    return queries, scores, states, states + GROUP * state * 4, addresses
+
+
+@exact
+def visible_keys(block: Block, position: Any, segment: Any) -> Any:
+    """Return the keys of a segment, first and end, that the query at `position` sees."""
+    window, first, end = size(block, WINDOW), segment * SEGMENT, segment * SEGMENT + SEGMENT
+    if window > 0:
+        if size(block, CHUNKED):
+            first = max(first, position // window * window)
+        else:
+            first = max(first, position - window + 1)
+    first = min(first, end)
+    return first, max(first, min(end, position + 1))
+
+
+@exact
+def locate(block: Block, cache: Any, strides: Any, row_and_head: Any, keys: Any, out: Any) -> None:
+    """Write the addresses of keys (first, end) of (row, head) in the cache argument `cache` to
+    `out`, int64 [132], at the place of each key in its segment, and that of the last key thrice
+    more, because scores are computed for four keys at a time."""
+    row, head = row_and_head
+    first, end = keys
+    max_blocks, block_size = size(block, MAX_BLOCKS), size(block, BLOCK_SIZE)
+    table = carray(_ints(count(block, TABLES) + 4 * row * max_blocks), (max_blocks,))
+    nbytes = _element_nbytes(block)
+    by_block, by_token = size(block, strides) * nbytes, size(block, strides + 2) * nbytes
+    base = count(block, cache) + head * size(block, strides + 1) * nbytes
+    addresses = longs_at(out + first % SEGMENT * 8, end - first + 3)
+    index, offset = first // block_size, first % block_size
+    start = base + np.int64(table[index]) * by_block
+    for j in range(end - first):
+        if offset == block_size:
+            offset = 0
+            index += 1
+            start = base + np.int64(table[index]) * by_block
+        addresses[j] = start + offset * by_token
+        offset += 1
+    for j in range(end - first, end - first + 3):
+        addresses[j] = start + (offset - 1) * by_token
+
+
+@exact
+def load_queries(block: Block, tile: Any, head: Any, queries: Any) -> None:
+    """Copy the queries of a tile to the address `queries` as fp32: [rows, d + d_rope]."""
+    shared, heads = size(block, SHARED), size(block, HEADS) * size(block, SHARED)
+    width, rope_width = size(block, WIDTH), size(block, ROPE_WIDTH)
+    tokens, first = size(block, NUM_TOKENS), tile_column(block, tile, FIRST_TOKEN)
+    q = data(block, QUERIES, (tokens, heads, width))
+    q_rope = data(block, ROPE_QUERIES, (tokens, heads, rope_width))
+    for i in range(tile_column(block, tile, NUM_QUERIES)):
+        for h in range(shared):
+            address = queries + (i * shared + h) * (width + rope_width) * 4
+            part, source = floats_at(address, width), q[first + i, head * shared + h]
+            for c in range(width):
+                part[c] = wide(source[c])
+            part = floats_at(address + 4 * width, rope_width)
+            source = q_rope[first + i, head * shared + h]
+            for c in range(rope_width):
+                part[c] = wide(source[c])
+
+
+@exact
+def scores_to_weights(block: Block, scores: Any, num_keys: Any, state: Any) -> None:
+    """Replace the dot products at the address `scores` by exp(score - largest), followed by zeros
+    up to a multiple of 16; write largest and the sum to `state`, fp32 [2]."""
+    padded = (num_keys + LANES - 1) // LANES * LANES
+    row, cap = floats_at(scores, padded), number(block, SOFTCAP)
+    visible, scale = row[:num_keys], number(block, SCALE)
+    for j in range(len(visible)):
+        visible[j] = visible[j] * scale
+    if cap > np.float32(0):
+        for j in range(len(visible)):
+            visible[j] = cap * exact_tanh(visible[j] / cap)
+    top = row_max(visible)
+    for j in range(len(visible)):
+        visible[j] = exact_exp(visible[j] - top)
+    for j in range(num_keys, padded):
+        row[j] = np.float32(0)
+    state[0], state[1] = top, _sum_lanes(scores, padded // LANES)
+
+
+@exact
+def exact_tanh(x: Any) -> Any:
+    """tanh of an fp32 number, with an error of about 1e-7 relative to the result."""
+    y = x * x
+    series = np.float32(62 / 2835)
+    series = series * y - np.float32(17 / 315)
+    series = series * y + np.float32(2 / 15)
+    series = series * y - np.float32(1 / 3)
+    series = x + x * (series * y)
+    far = np.float32(1) - np.float32(2) / (exact_exp(x + x) + np.float32(1))
+    return series if abs(x) < np.float32(0.25) else far
+
+
+@exact
+def prefetch_keys(block: Block, keys: Any, j: Any, num_keys: Any, widths: Any) -> None:
+    """Start to load values j to j + 3, and keys `AHEAD` after them, into the cache.
+
+    A block is shorter than what a processor's own prefetching needs to start.
+    """
+    key_bytes, value_bytes = (
+        widths[0] * _element_nbytes(block),
+        widths[1] * _element_nbytes(block),
+    )
+    addresses = longs_at(keys, 3 * ADDRESS_STRIDE // 8)
+    for i in range(j, min(j + 4, num_keys)):
+        value = addresses[i + 2 * ADDRESS_STRIDE // 8]
+        for c in range(0, value_bytes, 64):
+            _prefetch(value + c)
+        if i + AHEAD < num_keys:
+            key = addresses[i + AHEAD]
+            for c in range(0, key_bytes, 64):
+                _prefetch(key + c)
+
+
+@exact
+def add_scores(block: Block, rows: Any, num_keys: Any, memory: Any, widths: Any) -> None:
+    """Add the dot products of `rows` queries (1 or 4) and the keys to the scores, [rows, 128].
+
+    `memory`: addresses of the queries, of the addresses of the keys, and of the scores; `widths`:
+    features, bytes from one query to the next, and features of values to load into the cache.
+    """
+    queries, keys, scores = memory
+    width, stride, value_width = widths
+    for j in range(0, num_keys, 4):
+        prefetch_keys(block, keys, j, num_keys, (width, value_width))
+        if rows == 1:
+            _dots_of_one(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
+        else:
+            _dots_of_group(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
+
+
+@exact
+def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
+    """Write the states [rows, d_v + 2] of `rows` rows (1 or 4) of a tile for the keys (first, end)
+    of a segment: the sum of exp(score - largest) times value, largest, and the sum of exp.
+
+    `memory`: addresses of queries, scores, states, and addresses of keys.
+    """
+    queries, scores, states, addresses = memory
+    num_keys, addresses = keys[1] - keys[0], addresses + keys[0] % SEGMENT * 8
+    width, rope_width = size(block, WIDTH), size(block, ROPE_WIDTH)
+    value_width, stride = size(block, VALUE_WIDTH), (width + rope_width) * 4
+    cleared = floats_at(scores, rows * SEGMENT)
+    for j in range(len(cleared)):
+        cleared[j] = np.float32(0)
+    # with MLA the values are the first part of the keys
+    widths = width, stride, np.int64(0) if rope_width > 0 else value_width
+    add_scores(block, rows, num_keys, (queries, addresses, scores), widths)
+    if rope_width > 0:
+        parts = queries + 4 * width, addresses + ADDRESS_STRIDE, scores
+        add_scores(block, rows, num_keys, parts, (rope_width, stride, np.int64(0)))
+    by_row = 4 * (value_width + 2)
+    for i in range(rows):
+        state = floats_at(states + by_row * i + 4 * value_width, 2)
+        scores_to_weights(block, scores + 4 * SEGMENT * i, num_keys, state)
+    values = addresses + 2 * ADDRESS_STRIDE
+    if rows == 1:
+        _values_of_one(block, scores, values, num_keys, value_width, states, by_row)
+    else:
+        _values_of_group(block, scores, values, num_keys, value_width, states, by_row)
+
+
+@exact
+def merge(block: Block, into: Any, state: Any) -> None:
+    """Merge the state of one segment at address `state` into that at `into`: [d_v + 2] each."""
+    width = size(block, VALUE_WIDTH)
+    total, added = floats_at(into, width + 2), floats_at(state, width + 2)
+    largest = added[width] if added[width] > total[width] else total[width]
+    old, new = exact_exp(total[width] - largest), exact_exp(added[width] - largest)
+    sums, values = total[:width], added[:width]
+    for c in range(len(sums)):
+        sums[c] = sums[c] * old + values[c] * new
+    total[width + 1] = total[width + 1] * old + added[width + 1] * new
+    total[width] = largest
+
+
+@exact
+def start_state(block: Block, into: Any, head: Any) -> None:
+    """Write the state before any key of a query of query head `head` (of all): that of its sink."""
+    width, heads = size(block, VALUE_WIDTH), size(block, HEADS) * size(block, SHARED)
+    state = floats_at(into, width + 2)
+    for c in range(width + 1):
+        state[c] = np.float32(0)
+    state[width], state[width + 1] = LOWEST, np.float32(0)
+    if size(block, HAS_SINKS):
+        state[width], state[width + 1] = wides(block, SINKS, (heads,))[head], np.float32(1)
+
+
+@exact
+def write_output(block: Block, state: Any, token: Any, head: Any) -> None:
+    """Write the attention output of query head `head` of a token from its state."""
+    width, heads = size(block, VALUE_WIDTH), size(block, HEADS) * size(block, SHARED)
+    out = data(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
+    sums = floats_at(state, width + 2)
+    total, values = sums[width + 1], sums[:width]
+    for c in range(len(values)):
+        out[c] = narrow(values[c] / total, out)
+
+
+@exact
+def split_address(block: Block, tile: Any, head: Any) -> Any:
+    """Return the address of the states of a (tile, head) whose segments several parts process:
+    [segments, rows, d_v + 2]; 0 if one part processes all of them."""
+    splits = longs(block, SPLITS, (size(block, NUM_SPLITS), 3))
+    for i in range(len(splits)):
+        if splits[i, 0] == tile and splits[i, 1] == head:
+            return count(block, WORKSPACE) + splits[i, 2] * 4 * (size(block, VALUE_WIDTH) + 2)
+    return np.int64(0)
+
+
+@exact
+def attend_segment(block: Block, tile: Any, head: Any, segment: Any, memory: Any) -> None:
+    """Attend to the keys of one segment.
+
+    `memory`: addresses as `scratch_addresses`, and of the states of this segment in the workspace,
+    or 0: merge them into those of the tile.
+    """
+    queries, scores, states, totals, addresses, split = memory
+    shared, width = size(block, SHARED), size(block, WIDTH) + size(block, ROPE_WIDTH)
+    by_row, position = 4 * (size(block, VALUE_WIDTH) + 2), tile_column(block, tile, POSITION)
+    num_queries, row = tile_column(block, tile, NUM_QUERIES), tile_column(block, tile, ROW)
+    first = visible_keys(block, position, segment)[0]
+    end = visible_keys(block, position + num_queries - 1, segment)[1]
+    if first >= end:
+        first = end
+    else:
+        locate(block, KEYS, KEY_STRIDES, (row, head), (first, end), addresses)
+        if size(block, ROPE_WIDTH) > 0:
+            out = addresses + ADDRESS_STRIDE
+            locate(block, ROPE_KEYS, ROPE_STRIDES, (row, head), (first, end), out)
+        out = addresses + 2 * ADDRESS_STRIDE
+        locate(block, VALUES, VALUE_STRIDES, (row, head), (first, end), out)
+    i, num_rows = np.int64(0), num_queries * shared
+    while i < num_rows:
+        keys, rows = visible_keys(block, position + i // shared, segment), np.int64(1)
+        if i + GROUP <= num_rows:
+            last = visible_keys(block, position + (i + GROUP - 1) // shared, segment)
+            if keys[0] == last[0] and keys[1] == last[1]:
+                rows = np.int64(GROUP)
+        out = states if split == 0 else split + i * by_row
+        if keys[0] < keys[1]:
+            attend_rows(block, rows, keys, (queries + 4 * i * width, scores, out, addresses))
+            if split == 0:
+                for j in range(rows):
+                    merge(block, totals + (i + j) * by_row, states + j * by_row)
+        i += rows
+
+
+@exact
+def attend_tile(block: Block, part: Any, pair: Any, segments: Any) -> None:
+    """Attend to the segments (first, end) of a tile for one key/value head: `pair` is (tile,
+    head)."""
+    tile, head = pair
+    queries, scores, states, totals, addresses = scratch_addresses(block, part)
+    shared, by_row = size(block, SHARED), 4 * (size(block, VALUE_WIDTH) + 2)
+    split, rows = split_address(block, tile, head), tile_column(block, tile, NUM_QUERIES) * shared
+    load_queries(block, tile, head, queries)
+    for i in range(rows):
+        start_state(block, totals + i * by_row, head * shared + i % shared)
+    for segment in range(segments[0], segments[1]):
+        out = split if split == 0 else split + segment * rows * by_row
+        number_of_segment = tile_column(block, tile, FIRST_SEGMENT) + segment
+        memory = queries, scores, states, totals, addresses, out
+        attend_segment(block, tile, head, number_of_segment, memory)
+    if split == 0:
+        token = tile_column(block, tile, FIRST_TOKEN)
+        for i in range(rows):
+            write_output(
+                block, totals + i * by_row, token + i // shared, head * shared + i % shared
+            )
+
+
+def paged_attention(block: Block) -> None:
+    """Attend to the segments of each part: units bounds[part] to bounds[part + 1] in the order
+    (tile, head, segment)."""
+    parts, thread, threads = size(block, PARTS), np.int64(_thread_num()), np.int64(_num_threads())
+    bounds = longs(block, BOUNDS, (parts + 1, 2))
+    for part in range(thread, parts, threads):
+        tile, unit = bounds[part, 0], bounds[part, 1]
+        last_tile, last_unit = bounds[part + 1, 0], bounds[part + 1, 1]
+        while tile < last_tile or (tile == last_tile and unit < last_unit):
+            segments = tile_column(block, tile, NUM_SEGMENTS)
+            head = unit // segments
+            end = segments * (head + 1)
+            if tile == last_tile:
+                end = min(end, last_unit)
+            attend_tile(block, part, (tile, head), (unit - head * segments, end - head * segments))
+            unit = end
+            if unit == segments * size(block, HEADS):
+                tile += 1
+                unit = np.int64(0)
+
+
+def paged_merge(block: Block) -> None:
+    """Merge the states of (tile, head) pairs whose segments several parts processed."""
+    parts, thread, threads = size(block, PARTS), np.int64(_thread_num()), np.int64(_num_threads())
+    splits = longs(block, SPLITS, (size(block, NUM_SPLITS), 3))
+    shared, by_row = size(block, SHARED), 4 * (size(block, VALUE_WIDTH) + 2)
+    for part in range(thread, parts, threads):
+        total = scratch_addresses(block, part)[2]
+        for n in range(len(splits)):
+            tile, head = splits[n, 0], splits[n, 1]
+            rows = tile_column(block, tile, NUM_QUERIES) * shared
+            address = split_address(block, tile, head)
+            for i in range(rows * part // parts, rows * (part + 1) // parts):
+                start_state(block, total, head * shared + i % shared)
+                position = tile_column(block, tile, POSITION) + i // shared
+                for segment in range(tile_column(block, tile, NUM_SEGMENTS)):
+                    number_of_segment = tile_column(block, tile, FIRST_SEGMENT) + segment
+                    keys = visible_keys(block, position, number_of_segment)
+                    if keys[0] < keys[1]:
+                        merge(block, total, address + (segment * rows + i) * by_row)
+                token = tile_column(block, tile, FIRST_TOKEN) + i // shared
+                write_output(block, total, token, head * shared + i % shared)
