@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import llvmlite.binding
 import numpy as np
@@ -32,7 +32,11 @@ Value = Any  # inside a loop: one fp32 or uint16
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ELEMENTS = {torch.float32: types.float32, torch.bfloat16: types.uint16}
+_ELEMENTS = {
+    torch.float32: types.float32,
+    torch.bfloat16: types.uint16,
+    torch.int8: types.int8,
+}
 _INTEGERS = types.CPointer(types.int64)
 _thread_num: Any = types.ExternalFunction("megalith_omp_thread_num", types.int32())
 _num_threads: Any = types.ExternalFunction("megalith_omp_num_threads", types.int32())
@@ -59,9 +63,17 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     signature = types.void(types.CPointer(_ELEMENTS[dtype]))
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
         compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(
-            _copy_per_dtype(globals()[loop], dtype)
+            _copy_per_dtype(_find_loop(loop), dtype)
         )
     return int(compiled.address)
+
+
+def _find_loop(loop: Loop) -> FunctionType:
+    if loop == "small_batch_matmul":
+        from megalith.kernels import cpu_small_batch  # which uses the building blocks below
+
+        return cast(FunctionType, cpu_small_batch.small_batch_matmul)  # a plain function is one
+    return cast(FunctionType, globals()[loop])
 
 
 class _FirstPass(Listener):
@@ -181,6 +193,24 @@ def longs(block: Block, index: int, shape: Any) -> Array:
 
 
 @part
+def array_at(address: Any, block: Block, shape: Any) -> Array:
+    """Return the tensor at an address, of the dtype the loop is compiled for."""
+    return carray(_elements(address, block), shape)
+
+
+@part
+def float_pointer(address: Any) -> Any:
+    """Return an address as a pointer to fp32."""
+    return _floats(address)
+
+
+@part
+def thread_share() -> Any:
+    """Return the number of this thread, and how many there are."""
+    return np.int64(_thread_num()), np.int64(_num_threads())
+
+
+@part
 def share(rows: Any) -> Any:
     """Return this thread's share of `rows`: the first and one past the last."""
     thread, threads = np.int64(_thread_num()), np.int64(_num_threads())
@@ -199,7 +229,10 @@ def _wide(value: Any) -> Any:
     def of_bf16(value: Any) -> Any:
         return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
-    return of_fp32 if value == types.float32 else of_bf16
+    def of_int8(value: Any) -> Any:
+        return np.float32(value)
+
+    return {types.float32: of_fp32, types.int8: of_int8}.get(value, of_bf16)
 
 
 def narrow(value: Any, like: Array) -> Value:

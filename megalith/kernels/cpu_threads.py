@@ -37,6 +37,7 @@ Loop = Literal[
     "logit_gradients",
     "visible_softmax",
     "visible_exp",
+    "small_batch_matmul",
 ]
 
 # elements; below, launching a loop costs more than the memory passes that it saves
