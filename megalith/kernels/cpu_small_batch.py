@@ -209,13 +209,13 @@ class _Tile:
         self.x = _Operand(element if paired else types.float32, paired=paired)
 
     def emit(self, builder: Builder, args: Sequence[Any]) -> tuple[list[Vector], list[int]]:
-        """Emit the products; args: addresses and strides of x and w in bytes, the number of inputs;
-        the bytes of weights in memory per vector, then those of `_prefetch_addresses`. Returns
-        registers and the lanes of the outputs in them, row by row."""
-        x, x_stride, w, w_stride, inputs, step_bytes, *ahead = args
+        """Emit the products; args: (address, stride) of x and of w, the number of inputs, (address,
+        stride, bytes per vector) of the next weights, number and count of the tiles that use these
+        weights. Returns registers and the lanes of the outputs in them, row by row."""
+        x, x_stride, w, w_stride, inputs, ahead, ahead_stride, ahead_bytes, *turn = args
         rows = [builder.add(x, builder.mul(x_stride, _I64(r))) for r in range(self.rows)]
         weights = [builder.add(w, builder.mul(w_stride, _I64(o))) for o in range(self.outputs)]
-        lines = self._prefetch_addresses(builder, weights, ahead)
+        lines = self._prefetch_addresses(builder, weights, [ahead, ahead_stride, *turn])
         zero = ir.Constant(_FP32_VECTOR, None)
         totals = [cgutils.alloca_once_value(builder, zero) for _ in range(self.rows * self.outputs)]
 
@@ -223,7 +223,7 @@ class _Tile:
         steps = builder.sdiv(inputs, _I64(length))
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
             for line in lines:
-                _emit_prefetch(builder, builder.add(line, builder.mul(loop.index, step_bytes)))
+                _emit_prefetch(builder, builder.add(line, builder.mul(loop.index, ahead_bytes)))
             self._step(builder, rows, weights, totals, loop.index)
 
         rest = builder.sub(inputs, builder.mul(steps, _I64(length)))
