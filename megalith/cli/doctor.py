@@ -22,8 +22,8 @@ class DoctorOptions:
     machine."""
 
     measure: bool = True
-    """Measure matmul speed and memory bandwidth, and when the kernel of small-batch matmuls is faster
-    than torch, which takes about three seconds."""
+    """Measure matmul speed and memory bandwidth, which takes about three seconds, and when the
+    kernel of small-batch matmuls is faster than torch."""
 
     json: bool = False
     """Print one JSON document."""

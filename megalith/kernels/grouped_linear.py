@@ -285,9 +285,9 @@ BUILT_IN = LOOP, BATCHED, FUSED, SMALL_BATCH
 
 def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
     """Return the fastest grouped matmuls for x [r, i], w [e o, i]."""
-    if groups.counts and x.dtype == w.dtype:
-        if linear_small_batch.should_use(x, w, max(groups.counts)):
-            return SMALL_BATCH
+    few = groups.counts and x.dtype == w.dtype
+    if few and linear_small_batch.should_use(x, w, max(groups.counts or (0,))):
+        return SMALL_BATCH
     if groups.equal:
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]

@@ -33,6 +33,9 @@ MEASURED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.
 MAX_MEASURED_SHAPES = 2
 """Number of weight shapes that are measured: those with the most weights dominate."""
 
+MAX_MEASURED_WEIGHTS = 1 << 20
+"""Of larger matrices the first outputs are measured, which take the same time per weight."""
+
 WEIGHT_BYTES = 1 << 24
 """Bytes of weights of each dtype, read in turn, so that they are not in the core's own cache."""
 
@@ -85,7 +88,8 @@ def measure_limits(
     """
     if not can_use(torch.empty(1, 1), torch.empty(1, 1)):
         return NO_ROWS
-    largest = sorted(set(shapes), key=math.prod, reverse=True)[:MAX_MEASURED_SHAPES]
+    clipped = {(max(1, min(o, MAX_MEASURED_WEIGHTS // i)), i) for o, i in shapes}
+    largest = sorted(clipped, key=math.prod, reverse=True)[:MAX_MEASURED_SHAPES]
     each = seconds / len(MEASURED_DTYPES)
     return SmallBatchLimits(
         **{name: _measure_limit(dtype, largest, each) for name, dtype in MEASURED_DTYPES.items()}
@@ -139,7 +143,7 @@ def _measure_pair(rows: int, weights: Sequence[Tensor], seconds: float) -> tuple
     )
     shortest, number = [math.inf, math.inf], 0
     stop = time.perf_counter() + seconds
-    while number < 2 or time.perf_counter() < stop:
+    while number < 1 or time.perf_counter() < stop:
         for k, contender in enumerate(contenders):
             start = time.perf_counter()
             contender(weights[(2 * number + k) % len(weights)])
