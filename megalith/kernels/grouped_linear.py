@@ -385,6 +385,8 @@ def grouped_linear(
     matmul_ops = matmul_ops or select_grouped_matmul_ops(x, w, groups)
     # one synchronization for the three matmuls
     groups = groups.known_on_host() if matmul_ops is LOOP else groups
+    if torch.is_inference_mode_enabled():
+        return matmul_ops.forward(x, w, groups)
     y: Tensor = GroupedLinearFunction.apply(x, groups, grad_accumulator, matmul_ops, w)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

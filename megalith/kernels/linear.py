@@ -466,8 +466,11 @@ def linear(
     With a gradient accumulator it then passes (x, dy) on once for all parameters if any requires a
     gradient, and autograd gets none; without one, each parameter gets its rows of dw. If x is
     recomputed in backward, what it is recomputed from is saved instead of it; if no parameter
-    requires a gradient, nothing is.
+    requires a gradient, nothing is. In inference mode no autograd function is called, which would
+    take longer than a small matmul.
     """
+    if torch.is_inference_mode_enabled():
+        return matmul_ops.forward(x, stacked(parameters))
     y: Tensor = LinearFunction.apply(x, grad_accumulator, matmul_ops, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

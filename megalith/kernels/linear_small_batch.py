@@ -11,8 +11,8 @@ Every output of the kernel has the same bits for every number of rows and every 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar, Literal
+from functools import cache, lru_cache
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,6 +162,21 @@ def _bounds(rows: int) -> Tensor:
     return torch.tensor([0, rows])
 
 
+class _TileShape(NamedTuple):
+    """What the caller of the loop needs to know of its tiles."""
+
+    rows: int
+    outputs: int
+    multiplies_bf16: bool
+
+
+@cache
+def _tile() -> _TileShape:
+    from megalith.kernels.cpu_small_batch import HAS_BF16_DOT, TILE_OUTPUTS, TILE_ROWS
+
+    return _TileShape(TILE_ROWS, TILE_OUTPUTS, HAS_BF16_DOT)
+
+
 def _multiply(
     x: Tensor,
     w: Tensor,
@@ -171,27 +186,24 @@ def _multiply(
     experts: int,
     most_rows: int,
 ) -> Tensor:
-    from megalith.kernels.cpu_small_batch import HAS_BF16_DOT, TILE_OUTPUTS, TILE_ROWS
-
+    tile = _tile()
     outputs, inputs = w.shape[0] // max(experts, 1), w.shape[1]
     y = x.new_empty(x.shape[0], outputs)
     if y.numel() == 0 or inputs == 0:
         return y.zero_()
-    dots = HAS_BF16_DOT and w.dtype == torch.bfloat16
+    dots = tile.multiplies_bf16 and w.dtype == torch.bfloat16
     operand = x if dots else x.float()
     if operand.stride(1) != 1:
         operand = operand.contiguous()
-    widens = most_rows > TILE_ROWS and w.dtype != torch.float32 and not dots
+    widens = most_rows > tile.rows and w.dtype != torch.float32 and not dots
     work = outputs * inputs
-    scratch = (
-        x.new_empty(cpu_threads.num_threads(work) * TILE_OUTPUTS * inputs, dtype=torch.float32)
-        if widens
-        else 0
-    )
-    arguments = (
+    scratch_size = cpu_threads.num_threads(work) * tile.outputs * inputs if widens else 0
+    scratch = x.new_empty(scratch_size, dtype=torch.float32)
+    block = (
         *(experts, outputs, inputs, w.element_size(), int(widens), int(y.dtype != torch.float32)),
         *(operand.stride(0) * operand.element_size(), w.stride(0) * w.element_size()),
-        *(bounds, operand, w, 0 if scales is None else scales, scratch, y),
+        *(bounds.data_ptr(), operand.data_ptr(), w.data_ptr()),
+        *(0 if scales is None else scales.data_ptr(), scratch.data_ptr(), y.data_ptr()),
     )
-    cpu_threads.run("small_batch_matmul", w.dtype, *arguments, elements=work)
+    cpu_threads.launch("small_batch_matmul", w.dtype, block, elements=work)
     return y
