@@ -7,10 +7,10 @@ The kernel, torch, torch with weights packed for oneDNN and a loop that only rea
 process, over weights of 64 MiB, so that none are in the core's own cache. The roofline of a matmul
 is max(weight bytes / read bandwidth, FLOPs / matmul rate), both measured in the same round: the
 bandwidth is that of whatever reads the weights fastest, and the rate that of torch's square matmul
-in the dtype (int8: fp32, in which it is summed). A line shows GB/s of weights and GFLOP/s of torch and of
-the kernel, how many times as fast the kernel is as each (median over the rounds and quartiles), and
-the fraction of the roofline that the backend reaches which the limits measured on this machine
-select.
+in the dtype (int8: fp32, in which it is summed). A line shows GB/s of weights and GFLOP/s of torch
+and of the kernel, how many times as fast the kernel is as each (median over the rounds and
+quartiles), and the fraction of the roofline that the backend reaches which the limits measured on
+this machine select.
 """
 
 import argparse

@@ -212,10 +212,10 @@ class _Tile:
         """Emit the products; args: (address, stride) of x and of w, the number of inputs, (address,
         stride, bytes per vector) of the next weights, number and count of the tiles that use these
         weights. Returns registers and the lanes of the outputs in them, row by row."""
-        x, x_stride, w, w_stride, inputs, ahead, ahead_stride, ahead_bytes, *turn = args
+        x, x_stride, w, w_stride, inputs, next_weights, next_stride, next_bytes, *turn = args
         rows = [builder.add(x, builder.mul(x_stride, _I64(r))) for r in range(self.rows)]
         weights = [builder.add(w, builder.mul(w_stride, _I64(o))) for o in range(self.outputs)]
-        lines = self._prefetch_addresses(builder, weights, [ahead, ahead_stride, *turn])
+        lines = self._prefetch_addresses(builder, weights, [next_weights, next_stride, *turn])
         zero = ir.Constant(_FP32_VECTOR, None)
         totals = [cgutils.alloca_once_value(builder, zero) for _ in range(self.rows * self.outputs)]
 
@@ -223,7 +223,7 @@ class _Tile:
         steps = builder.sdiv(inputs, _I64(length))
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
             for line in lines:
-                _emit_prefetch(builder, builder.add(line, builder.mul(loop.index, ahead_bytes)))
+                _emit_prefetch(builder, builder.add(line, builder.mul(loop.index, next_bytes)))
             self._step(builder, rows, weights, totals, loop.index)
 
         rest = builder.sub(inputs, builder.mul(steps, _I64(length)))
@@ -251,12 +251,12 @@ class _Tile:
                 builder.store(_multiply_add(builder, x, w[o], builder.load(total)), total)
 
     def _prefetch_addresses(
-        self, builder: Builder, weights: Sequence[Any], ahead: Sequence[Any]
+        self, builder: Builder, weights: Sequence[Any], next_weights: Sequence[Any]
     ) -> list[Any]:
         """Return for each weight row the address from which to prefetch: its row of the next tile,
         in one of the `count` tiles of rows that use these weights, so that reading memory overlaps
         with all of them; else the row itself, which is in the cache."""
-        start, stride, number, count_ = ahead
+        start, stride, number, count_ = next_weights
         addresses = []
         for o, address in enumerate(weights):
             due = builder.icmp_signed("==", builder.srem(_I64(o), count_), number)
@@ -340,7 +340,7 @@ def _define_tile(rows: int, outputs: int) -> Callable[..., None]:
         x: Any,
         w: Any,
         inputs: Any,
-        ahead: Any,
+        next_weights: Any,
         turn: Any,
         y: Any,
         scales: Any,
@@ -389,7 +389,7 @@ def multiply_rows(
     x: Address,
     w: Address,
     inputs: int,
-    ahead: Address,
+    next_weights: Address,
     rows: int,
     y: Address,
     scales: int,
@@ -398,14 +398,14 @@ def multiply_rows(
     full, rest, n = rows // 4, rows % 4, (rows + 3) // 4
     for k in range(full):
         x_tile, y_tile = (x[0] + 4 * k * x[1], x[1]), (y[0] + 4 * k * y[1], y[1], y[2])
-        _tile_4(elements, x_tile, w, inputs, ahead, (k, n), y_tile, scales)
+        _tile_4(elements, x_tile, w, inputs, next_weights, (k, n), y_tile, scales)
     x_tile, y_tile = (x[0] + 4 * full * x[1], x[1]), (y[0] + 4 * full * y[1], y[1], y[2])
     if rest == 1:
-        _tile_1(elements, x_tile, w, inputs, ahead, (full, n), y_tile, scales)
+        _tile_1(elements, x_tile, w, inputs, next_weights, (full, n), y_tile, scales)
     elif rest == 2:
-        _tile_2(elements, x_tile, w, inputs, ahead, (full, n), y_tile, scales)
+        _tile_2(elements, x_tile, w, inputs, next_weights, (full, n), y_tile, scales)
     elif rest == 3:
-        _tile_3(elements, x_tile, w, inputs, ahead, (full, n), y_tile, scales)
+        _tile_3(elements, x_tile, w, inputs, next_weights, (full, n), y_tile, scales)
 
 
 @part
@@ -442,7 +442,7 @@ def small_batch_matmul(block: Block) -> None:
         x = count(block, 9) + start * x_stride, x_stride
         w = count(block, 10) + expert * o * w_stride
         y = count(block, 13) + start * y_stride
-        unit = np.int64(TILE_OUTPUTS)
+        unit: Any = np.int64(TILE_OUTPUTS)
         if rows == 1:
             unit = np.int64(SINGLE_OUTPUTS)
         elif rows == 2:
@@ -451,17 +451,17 @@ def small_batch_matmul(block: Block) -> None:
         for number in range(num_units * thread // threads, num_units * (thread + 1) // threads):
             k = number * unit
             weights, out = (w + k * w_stride, w_stride), (y + k * y_stride // o, y_stride, is_bf16)
-            ahead = weights[0] + unit * w_stride, w_stride, vector
+            next_weights = weights[0] + unit * w_stride, w_stride, vector
             factors = scales + 4 * (expert * o + k) if scales != 0 else 0
             if rows == 1:
-                _tile_1_wide(block, x, weights, i, ahead, (0, 1), out, factors)
+                _tile_1_wide(block, x, weights, i, next_weights, (0, 1), out, factors)
             elif rows == 2:
-                _tile_2_wide(block, x, weights, i, ahead, (0, 1), out, factors)
+                _tile_2_wide(block, x, weights, i, next_weights, (0, 1), out, factors)
             elif widens and rows > TILE_ROWS:
                 widen_rows(block, weights, i, scratch)
-                multiply_rows(floats, x, (scratch_rows, 4 * i), i, ahead, rows, out, factors)
+                multiply_rows(floats, x, (scratch_rows, 4 * i), i, next_weights, rows, out, factors)
             else:
-                multiply_rows(block, x, weights, i, ahead, rows, out, factors)
+                multiply_rows(block, x, weights, i, next_weights, rows, out, factors)
         if rows > 0 and thread == threads - 1:
             for k in range(num_units * unit, o):
                 weights = w + k * w_stride, w_stride
@@ -469,5 +469,5 @@ def small_batch_matmul(block: Block) -> None:
                 for r in range(rows):
                     row = x[0] + r * x_stride, x_stride
                     out = y + r * y_stride + k * y_stride // o, y_stride, is_bf16
-                    ahead = weights[0] + w_stride, w_stride, vector
-                    _tile_single(block, row, weights, i, ahead, (r, rows), out, factors)
+                    next_weights = weights[0] + w_stride, w_stride, vector
+                    _tile_single(block, row, weights, i, next_weights, (r, rows), out, factors)

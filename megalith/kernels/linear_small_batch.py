@@ -50,7 +50,7 @@ EVERY_ROW = SmallBatchLimits(fp32=ANY_ROWS, bf16=ANY_ROWS, int8=ANY_ROWS)
 """Limits of a process that uses the kernel for every number of rows."""
 
 
-class _Selection:
+class _SelectedLimits:
     """The limits of this process, like torch.set_float32_matmul_precision."""
 
     limits = NO_ROWS
@@ -78,13 +78,13 @@ def select_small_batch_matmul(
     else:
         chosen = EVERY_ROW if form == "numba" else NO_ROWS
     _select(chosen if cpu_threads.openmp() is not None else NO_ROWS)
-    return _Selection.limits
+    return _SelectedLimits.limits
 
 
 def _select(limits: SmallBatchLimits) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int8)
-    _Selection.limits = limits
-    _Selection.largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
+    _SelectedLimits.limits = limits
+    _SelectedLimits.largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def small_batch_matmul(
     form: SmallBatchForm, limits: SmallBatchLimits | None = None
 ) -> Iterator[SmallBatchLimits]:
     """`select_small_batch_matmul` inside a `with` block; yields the limits in effect."""
-    before = _Selection.limits
+    before = _SelectedLimits.limits
     try:
         yield select_small_batch_matmul(form, limits)
     finally:
@@ -101,13 +101,13 @@ def small_batch_matmul(
 
 def selected_limits() -> SmallBatchLimits:
     """Return the limits in effect in this process."""
-    return _Selection.limits
+    return _SelectedLimits.limits
 
 
 def should_use(x: Tensor, w: Tensor, rows: int) -> bool:
     """Return whether `x @ w.T` with at most `rows` rows per weight matrix uses the kernel in this
     process: selected, without gradients (`torch.inference_mode`), and supported."""
-    largest = _Selection.largest
+    largest = _SelectedLimits.largest
     return (
         bool(largest)
         and rows <= largest.get(w.dtype, 0)
