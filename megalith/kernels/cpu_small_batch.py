@@ -15,7 +15,7 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]  # carray is public, but not declared
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from megalith.kernels.cpu_numba import (
@@ -30,11 +30,24 @@ from megalith.kernels.cpu_numba import (
     wide,
 )
 
-FEATURES = llvmlite.binding.get_host_cpu_features()
+
+def _read_features() -> frozenset[str]:
+    """Return the CPU features that numba compiles for: NUMBA_CPU_FEATURES, else those of the
+    host."""
+    if config.CPU_FEATURES is not None:
+        flags = config.CPU_FEATURES.split(",")
+    elif config.CPU_NAME is not None:
+        flags = []
+    else:
+        flags = llvmlite.binding.get_host_cpu_features().flatten().split(",")
+    return frozenset(flag[1:] for flag in flags if flag.startswith("+"))
+
+
+_FEATURES = _read_features()
 
 
 def _has(*features: str) -> bool:
-    return all(FEATURES.get(feature, False) for feature in features)
+    return _FEATURES.issuperset(features)
 
 
 LANES = 16 if _has("avx512f", "avx512bw", "avx512vl") else 8 if _has("avx2") else 4
