@@ -23,7 +23,7 @@ from paired import Turns, spread, take_turns, times_as_fast
 from torch import Tensor
 
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.kernels.linear import HAS_ONEDNN, torch_forward
+from megalith.kernels.linear import HAS_BF16_KERNELS, HAS_ONEDNN, torch_forward
 from megalith.kernels.linear_small_batch import small_batch_linear
 from megalith.kernels.small_batch_limits import MEASURED_DTYPES, describe_limits, measure_limits
 
@@ -62,11 +62,14 @@ class Weights:
             "read": self._read,
             "square": partial(torch.mm, square, square),
         }
-        if HAS_ONEDNN and self.dtype != torch.int8:
+        if HAS_ONEDNN and (self.dtype == torch.float32 or self._has_bf16()):
             pack = torch.ops.mkldnn._reorder_linear_weight
             packed = [pack(w, rows) for w in self.matrices]
             ways["packed"] = partial(_multiply_packed, x, packed)
         return ways
+
+    def _has_bf16(self) -> bool:
+        return self.dtype == torch.bfloat16 and HAS_BF16_KERNELS
 
     def _kernel(self, x: Tensor) -> None:
         for w in self.matrices:
