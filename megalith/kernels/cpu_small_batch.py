@@ -34,13 +34,11 @@ from megalith.kernels.cpu_numba import (
 def _read_features() -> frozenset[str]:
     """Return the CPU features that numba compiles for: NUMBA_CPU_FEATURES, else those of the
     host."""
-    if config.CPU_FEATURES is not None:
-        flags = config.CPU_FEATURES.split(",")
-    elif config.CPU_NAME is not None:
-        flags = []
-    else:
-        flags = llvmlite.binding.get_host_cpu_features().flatten().split(",")
-    return frozenset(flag[1:] for flag in flags if flag.startswith("+"))
+    settings = vars(config)  # numba's settings are not declared
+    flags = settings["CPU_FEATURES"]
+    if flags is None and settings["CPU_NAME"] is None:
+        flags = llvmlite.binding.get_host_cpu_features().flatten()
+    return frozenset(flag[1:] for flag in (flags or "").split(",") if flag.startswith("+"))
 
 
 _FEATURES = _read_features()
