@@ -28,7 +28,15 @@ BackendName = Literal[
 """Every backend that some operation has."""
 
 Op = Literal[
-    "norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy", "matmul"
+    "norm",
+    "rope",
+    "activation",
+    "dropout",
+    "attention",
+    "experts",
+    "cross_entropy",
+    "matmul",
+    "small_batch_matmul",
 ]
 OPS: tuple[Op, ...] = get_args(Op)
 
@@ -79,6 +87,11 @@ class KernelsConfig:
     """Backend of bf16 matmuls on CPUs, including those of attention and experts. upcast: fp32
     matmul of upcast operands, rounded to bf16; torch and reference: torch's bf16 kernels;
     auto: upcast on CPUs for which torch has no bf16 kernels."""
+
+    small_batch_matmul: Literal["auto", "torch", "reference", "numba"] = "auto"
+    """Backend of matmuls of few rows in the inference engine on CPUs. auto: numba up to the
+    number of rows for which it was measured to be faster than torch on this machine; numba: for
+    every number of rows; torch and reference: torch's matmuls."""
 
     def backend_name(self, op: Op) -> BackendName:
         """Return the configured backend of an operation; `all` where it is auto."""

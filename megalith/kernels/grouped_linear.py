@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
+from megalith.kernels import linear_small_batch
 from megalith.kernels.backend import raise_unsupported
 from megalith.kernels.linear import (
     HAS_ONEDNN,
@@ -266,12 +267,27 @@ FUSED = FusedMatmulOps()
 but not in Python."""
 
 
-BUILT_IN = LOOP, BATCHED, FUSED
+class SmallBatchMatmulOps(LoopMatmulOps):
+    """Grouped matmuls whose forward is the small-batch kernel, for experts with few rows."""
+
+    def forward(self, x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Forward of all experts in one launch of the kernel."""
+        return linear_small_batch.small_batch_grouped_linear(x, w, groups.on_host())
+
+
+SMALL_BATCH = SmallBatchMatmulOps()
+"""Used without gradients, on CPUs, where the small-batch kernel is selected."""
+
+
+BUILT_IN = LOOP, BATCHED, FUSED, SMALL_BATCH
 """Grouped matmuls among which a gradient accumulator chooses the fastest for itself."""
 
 
 def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
     """Return the fastest grouped matmuls for x [r, i], w [e o, i]."""
+    few = groups.counts and x.dtype == w.dtype
+    if few and linear_small_batch.should_use(x, w, max(groups.counts or (0,))):
+        return SMALL_BATCH
     if groups.equal:
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]
@@ -369,6 +385,8 @@ def grouped_linear(
     matmul_ops = matmul_ops or select_grouped_matmul_ops(x, w, groups)
     # one synchronization for the three matmuls
     groups = groups.known_on_host() if matmul_ops is LOOP else groups
+    if torch.is_inference_mode_enabled():
+        return matmul_ops.forward(x, w, groups)
     y: Tensor = GroupedLinearFunction.apply(x, groups, grad_accumulator, matmul_ops, w)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

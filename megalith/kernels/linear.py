@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.config.kernels import BackendName
+from megalith.kernels import linear_small_batch
 
 # --- recomputed outputs: tensors that need not be saved for backward, because they can be
 # recomputed from others
@@ -295,7 +296,15 @@ MIN_ONEDNN_MULTIPLICATIONS = 1 << 23
 
 
 def forward(x: Tensor, w: Tensor) -> Tensor:
-    """`y = x @ w.T`: x [t, i], w [o, i] -> y [t, o]."""
+    """`y = x @ w.T`: x [t, i], w [o, i] -> y [t, o]; of few rows by the small-batch kernel, if it
+    is selected and no gradients are needed."""
+    if w.dtype == x.dtype and linear_small_batch.should_use(x, w, x.shape[0]):
+        return linear_small_batch.small_batch_linear(x, w)
+    return _product(x, w)
+
+
+def torch_forward(x: Tensor, w: Tensor) -> Tensor:
+    """`forward` by torch, whatever is selected: x [t, i], w [o, i] -> y [t, o]."""
     return _product(x, w)
 
 
@@ -457,8 +466,11 @@ def linear(
     With a gradient accumulator it then passes (x, dy) on once for all parameters if any requires a
     gradient, and autograd gets none; without one, each parameter gets its rows of dw. If x is
     recomputed in backward, what it is recomputed from is saved instead of it; if no parameter
-    requires a gradient, nothing is.
+    requires a gradient, nothing is. In inference mode no autograd function is called, which would
+    take longer than a small matmul.
     """
+    if torch.is_inference_mode_enabled():
+        return matmul_ops.forward(x, stacked(parameters))
     y: Tensor = LinearFunction.apply(x, grad_accumulator, matmul_ops, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

@@ -228,6 +228,11 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
         BackendSpec("torch", None),
         BackendSpec("reference", None),
     ),
+    "small_batch_matmul": (
+        BackendSpec("numba", CPU, NARROW, "inference; weights also int8"),
+        BackendSpec("torch", None),
+        BackendSpec("reference", None),
+    ),
 }
 """Backends of every operation, the fastest first."""
 
@@ -237,7 +242,7 @@ def find_backend_spec(op: Op, form: BackendName) -> BackendSpec:
     return next(backend for backend in BACKENDS[op] if backend.name == form)
 
 
-UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "matmul")
+UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "matmul", "small_batch_matmul")
 """Operations that train.compile=true does not compile."""
 
 
@@ -249,6 +254,7 @@ def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]
         "dropout": not model.dropout.is_enabled(),
         "experts": model.moe is None,
         "matmul": not bf16_on_cpu,
+        "small_batch_matmul": True,  # the inference engine selects it
     }
     return tuple(op for op in OPS if not absent.get(op, False))
 
@@ -321,6 +327,8 @@ def _needs_padding_mask(run: TrainRun) -> str | None:
 def _explain_unused_op(op: Op, run: TrainRun) -> str | None:
     """Return why a run does not use the operation; None if it does."""
     model = run.model
+    if op == "small_batch_matmul":
+        return "only the inference engine has matmuls of few rows"
     if op == "experts" and model.moe is None:
         return "model.moe=null: there are none"
     if op == "rope" and model.positions != "rope":

@@ -1,0 +1,209 @@
+"""Small-batch matmuls on CPUs: `y = x @ w.T` of few rows, reading each weight once for all rows.
+
+Decoding multiplies every weight matrix by a few rows, which is limited by memory bandwidth; torch
+is far from it between 2 and 16 rows. The inference engine selects, for its process, up to how many
+rows the compiled kernel is used instead of torch (`select_small_batch_matmul`). Without that, or
+outside of `torch.inference_mode`, nothing changes, so training is not affected.
+
+Every output of the kernel has the same bits for every number of rows and every index of its row.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.kernels import cpu_threads
+
+SmallBatchForm = Literal["auto", "torch", "reference", "numba"]
+"""auto: up to the number of rows for which the kernel was measured to be faster; torch, reference:
+never; numba: for every number of rows."""
+
+MAX_MEASURED_ROWS = 32
+"""Largest number of rows that is measured: above, torch's matmuls are limited by arithmetic."""
+
+ANY_ROWS = 1 << 62
+"""A limit that no matmul exceeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallBatchLimits:
+    """Largest number of rows for which the kernel is used, by dtype of the weights; 0: never."""
+
+    fp32: int
+    bf16: int
+    int8: int
+
+    def of(self, dtype: torch.dtype) -> int:
+        """Return the limit for weights of a dtype; 0 if the kernel does not support it."""
+        limits = {torch.float32: self.fp32, torch.bfloat16: self.bf16, torch.int8: self.int8}
+        return limits.get(dtype, 0)
+
+
+NO_ROWS = SmallBatchLimits(fp32=0, bf16=0, int8=0)
+"""Limits of a process that uses torch only."""
+EVERY_ROW = SmallBatchLimits(fp32=ANY_ROWS, bf16=ANY_ROWS, int8=ANY_ROWS)
+"""Limits of a process that uses the kernel for every number of rows."""
+
+
+class _SelectedLimits:
+    """The limits of this process, like torch.set_float32_matmul_precision."""
+
+    limits = NO_ROWS
+    largest: ClassVar[dict[torch.dtype, int]] = {}
+
+
+def select_small_batch_matmul(
+    form: SmallBatchForm, limits: SmallBatchLimits | None = None
+) -> SmallBatchLimits:
+    """Select how this process computes matmuls of few rows on CPUs in `torch.inference_mode`;
+    returns the limits in effect.
+
+    `limits`: those of form auto, for example from `load_or_measure_limits`.
+
+    Raises:
+        ValueError: form is auto and there are no limits.
+    """
+    if form == "auto":
+        if limits is None:
+            raise ValueError(
+                "select_small_batch_matmul('auto') needs limits: pass "
+                "load_or_measure_limits(shapes) of kernels/small_batch_limits.py."
+            )
+        chosen = limits
+    else:
+        chosen = EVERY_ROW if form == "numba" else NO_ROWS
+    _select(chosen if cpu_threads.openmp() is not None else NO_ROWS)
+    return _SelectedLimits.limits
+
+
+def _select(limits: SmallBatchLimits) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.int8)
+    _SelectedLimits.limits = limits
+    _SelectedLimits.largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
+
+
+@contextmanager
+def small_batch_matmul(
+    form: SmallBatchForm, limits: SmallBatchLimits | None = None
+) -> Iterator[SmallBatchLimits]:
+    """`select_small_batch_matmul` inside a `with` block; yields the limits in effect."""
+    before = _SelectedLimits.limits
+    try:
+        yield select_small_batch_matmul(form, limits)
+    finally:
+        _select(before)
+
+
+def selected_limits() -> SmallBatchLimits:
+    """Return the limits in effect in this process."""
+    return _SelectedLimits.limits
+
+
+def should_use(x: Tensor, w: Tensor, rows: int) -> bool:
+    """Return whether `x @ w.T` with at most `rows` rows per weight matrix uses the kernel in this
+    process: selected, without gradients (`torch.inference_mode`), and supported."""
+    largest = _SelectedLimits.largest
+    return (
+        bool(largest)
+        and rows <= largest.get(w.dtype, 0)
+        and torch.is_inference_mode_enabled()
+        and can_use(x, w)
+    )
+
+
+def can_use(x: Tensor, w: Tensor) -> bool:
+    """Return whether the kernel supports x [t, i] and w [o, i]: on CPUs, both fp32 or both bf16, or
+    w int8 and x either; w has contiguous rows."""
+    matches = x.dtype == w.dtype if w.dtype != torch.int8 else x.dtype in cpu_threads.DTYPES
+    return (
+        matches
+        and w.dtype in (*cpu_threads.DTYPES, torch.int8)
+        and x.device.type == w.device.type == "cpu"
+        and x.dim() == w.dim() == 2
+        and (w.stride(1) == 1 or w.shape[1] == 1)
+        and not torch.compiler.is_compiling()
+        and cpu_threads.openmp() is not None
+    )
+
+
+def small_batch_linear(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Return `x @ w.T`, for int8 weights times the scale of each output.
+
+    x [t, i] fp32 or bf16, any strides; w [o, i] of x's dtype or int8, with contiguous rows at any
+    distance; scales fp32 [o] -> [t, o] in x's dtype, summed in fp32. Computed without gradients.
+    """
+    assert (scales is not None) == (w.dtype == torch.int8), (w.dtype, scales)
+    return _multiply(x, w, scales, _bounds(x.shape[0]), experts=1, most_rows=x.shape[0])
+
+
+def small_batch_grouped_linear(
+    x: Tensor, w: Tensor, counts: Sequence[int], scales: Tensor | None = None
+) -> Tensor:
+    """Return each expert's rows times its matrix: x [r, i], sorted by expert, w [e o, i], counts
+    [e], scales fp32 [e o] for int8 weights -> [r, o]. Otherwise like `small_batch_linear`."""
+    assert (scales is not None) == (w.dtype == torch.int8), (w.dtype, scales)
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    return _multiply(x, w, scales, bounds, experts=len(counts), most_rows=max(counts, default=0))
+
+
+def reference_small_batch_linear(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Reference implementation of `small_batch_linear` in plain PyTorch operations."""
+    y = x.float() @ w.float().t()
+    return (y if scales is None else y * scales).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _bounds(rows: int) -> Tensor:
+    return torch.tensor([0, rows])
+
+
+class _TileShape(NamedTuple):
+    """What the caller of the loop needs to know of its tiles."""
+
+    rows: int
+    outputs: int
+    multiplies_bf16: bool
+
+
+@cache
+def _tile() -> _TileShape:
+    from megalith.kernels.cpu_small_batch import HAS_BF16_DOT, TILE_OUTPUTS, TILE_ROWS
+
+    return _TileShape(TILE_ROWS, TILE_OUTPUTS, HAS_BF16_DOT)
+
+
+def _multiply(
+    x: Tensor,
+    w: Tensor,
+    scales: Tensor | None,
+    bounds: Tensor,
+    *,
+    experts: int,
+    most_rows: int,
+) -> Tensor:
+    tile = _tile()
+    outputs, inputs = w.shape[0] // max(experts, 1), w.shape[1]
+    y = x.new_empty(x.shape[0], outputs)
+    if y.numel() == 0 or inputs == 0:
+        return y.zero_()
+    dots = tile.multiplies_bf16 and w.dtype == torch.bfloat16
+    operand = x if dots else x.float()
+    if operand.stride(1) != 1:
+        operand = operand.contiguous()
+    widens = most_rows > tile.rows and w.dtype != torch.float32 and not dots
+    work = outputs * inputs
+    scratch_size = cpu_threads.num_threads(work) * tile.outputs * inputs if widens else 0
+    scratch = x.new_empty(scratch_size, dtype=torch.float32)
+    block = (
+        *(experts, outputs, inputs, w.element_size(), int(widens), int(y.dtype != torch.float32)),
+        *(operand.stride(0) * operand.element_size(), w.stride(0) * w.element_size()),
+        *(bounds.data_ptr(), operand.data_ptr(), w.data_ptr()),
+        *(0 if scales is None else scales.data_ptr(), scratch.data_ptr(), y.data_ptr()),
+    )
+    cpu_threads.launch("small_batch_matmul", w.dtype, block, elements=work)
+    return y
