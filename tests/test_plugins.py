@@ -23,7 +23,6 @@ from megalith.data.build import build_datasets
 from megalith.data.loader import Batch
 from megalith.data.sample import SampleSettings
 from megalith.errors import ConfigError
-from megalith.infer.cache import KVCache
 from megalith.kernels.activation import swiglu
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import (
@@ -40,6 +39,7 @@ from megalith.optim.schedule import ScheduleLengths, learning_rate
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.costs import num_parameters
 from megalith.plan.layers import LAYER_KINDS
+from megalith.plan.serving.cache_layout import AttentionView
 from megalith.recipes import resolve_run
 from megalith.rules.run import check_run
 from megalith.testing.tiny import tiny_run
@@ -51,6 +51,7 @@ from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.ranks import compare_with_one_process, layout_case
 from megalith.verify.types import type_check
 from tests.estimate.test_traffic import assert_plan_holds
+from tests.infer.engines import SequenceCache
 from tests.recurrent_kind import STATE, WIDTH
 from tests.recurrent_mixer import RecurrentMixer
 
@@ -162,14 +163,15 @@ def test_type_check_reports_a_plugin_that_planning_counts_as_the_built_in_layer(
 def test_cached_generation_with_a_plugin_equals_one_forward_pass(model_config: ModelConfig) -> None:
     run = layout_case(model_config, ParallelConfig(), 1).run
     model = build_trainer(run, build_single_rank_mesh(), torch.device("cpu")).model
-    ids, cache = torch.arange(9) * 5 % 61, KVCache(PLAIN.num_layers)
+    ids = torch.arange(9) * 5 % 61
+    cache = SequenceCache([AttentionView()] * PLAIN.num_layers)
     with torch.no_grad():
         whole = model.logits(ids, LayerInputs(seq_params_from_rows(1, 9)), (), torch.arange(9))
         parts = [
             model.logits(
                 ids[a:b],
                 LayerInputs(seq_params_from_queries([(b - a, b)])),
-                cache.layers([0]),
+                cache.layers(a, b - a),
                 torch.arange(b - a),
             )
             for a, b in ((0, 4), (4, 5), (5, 9))

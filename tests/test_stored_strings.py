@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from megalith.config.data import DataConfig, MockLengths, SFTConfig
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams
 from megalith.config.lora import LoraConfig
 from megalith.config.model import CrossConfig, DropoutConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig, RouterConfig
@@ -40,7 +40,7 @@ from megalith.data.sample import Dataset, SampleSettings
 from megalith.data.sft import ConversationDataset, build_conversations, generate_mock_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.hf.release import parameters
-from megalith.infer.generate import sample_tokens
+from megalith.infer.sample import SampleRow, sample_tokens
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
@@ -203,7 +203,8 @@ def record_data_keys(folder: Path) -> list[str]:
             folder / "packs.npz", rows.packing_input(), pack_first_fit(rows.packing_input(), 4)
         )
         mock_splits(whole_documents=True, overlong="truncate")
-        sample_tokens(torch.zeros(1, 3), SampleConfig(temperature=1.0, seed=9), [(2, 5)])
+        row = SampleRow(params=SamplingParams(), seed=9, choice=2, position=5)
+        sample_tokens(torch.zeros(1, 3), [row], vocab_size=3)
     return sorted({text for text in texts if "made up" not in text or text.startswith("7 ")})
 
 

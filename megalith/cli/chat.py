@@ -16,8 +16,7 @@ from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
-from megalith.config.fields import range_problems
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.errors import DataError, raise_all
 
@@ -127,7 +126,12 @@ def _forward_stdin(pipe: str) -> None:
 
 def option_problems(options: ChatOptions) -> list[str]:
     """Return errors of invalid options."""
-    problems = [f"--{text}".replace("_", "-") for text in range_problems(settings(options))]
+    problems = [
+        f"--{text}".replace("_", "-")
+        for text in sampling_problems(settings(options), vocab_size=None)
+    ]
+    if options.max_new_tokens == 0:
+        problems.append("--max-new-tokens=0 must be at least 1. Use 256.")
     if options.greedy and options.temperature != DEFAULT_TEMPERATURE:
         problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
     problems += chunk_problems(options.mlp_chunks)
@@ -149,9 +153,9 @@ def build_worker_arguments(options: ChatOptions) -> list[str]:
     return words
 
 
-def settings(options: ChatOptions) -> SampleConfig:
-    """Return the sampling settings."""
-    return SampleConfig(
+def settings(options: ChatOptions) -> SamplingParams:
+    """Return the sampling parameters."""
+    return SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=0.0 if options.greedy else options.temperature,
         top_k=options.top_k,

@@ -17,8 +17,7 @@ from tyro.conf import Positional
 from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json, print_warnings
-from megalith.config.fields import range_problems
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError, raise_all
@@ -120,7 +119,12 @@ def main(argv: list[str]) -> int:
 
 def option_problems(options: GenerateOptions) -> list[str]:
     """Return errors of invalid options."""
-    problems = [f"--{text}".replace("_", "-") for text in range_problems(settings(options))]
+    problems = [
+        f"--{text}".replace("_", "-")
+        for text in sampling_problems(settings(options), vocab_size=None)
+    ]
+    if options.max_new_tokens == 0:
+        problems.append("--max-new-tokens=0 must be at least 1. Use 256.")
     if options.greedy and options.temperature != 1.0:
         problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
     problems += chunk_problems(options.mlp_chunks)
@@ -211,9 +215,7 @@ def generate_all(
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
-    transcripts = generate_text(
-        generator, prompts, settings(options), ignore_eod=options.ignore_eod, show=show
-    )
+    transcripts = generate_text(generator, prompts, settings(options), show=show)
     return transcripts, time.perf_counter() - started
 
 
@@ -267,14 +269,15 @@ def summary(transcripts: "Sequence[Transcript]", seconds: float) -> str:
     )
 
 
-def settings(options: GenerateOptions) -> SampleConfig:
-    """Return the sampling settings."""
-    return SampleConfig(
+def settings(options: GenerateOptions) -> SamplingParams:
+    """Return the sampling parameters."""
+    return SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=0.0 if options.greedy else options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        ignore_eos=options.ignore_eod,
     )
 
 

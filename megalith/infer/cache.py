@@ -1,132 +1,336 @@
-"""KV cache: keys and values of processed tokens, so that each is computed once."""
+"""Paged KV cache: the tensors of the block pool, and the `LayerCache` of each attention in a step.
+
+Every attention stores its keys and values in blocks of `block_size` tokens, [blocks, g, T, d], so
+that the keys of one head and block are contiguous. Attentions with the same view (all tokens, a
+sliding window, a chunk) share the block tables that the scheduler plans: see `plan/serving`.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Unpack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megalith.config.kernels import Kernel
+from megalith.config.model import ModelConfig
+from megalith.config.serve import EngineConfig
+from megalith.errors import ConfigError
+from megalith.kernels.attention.paged import (
+    PagedMetadata,
+    paged_attention,
+    store,
+    unsupported_reason,
+)
 from megalith.kernels.layer_inputs import Attend, AttendOptions, LayerCache, StateStep
 from megalith.kernels.packed import PackedSeqParams
+from megalith.plan.serving.cache_layout import AttentionView, CacheLayout, plan_cache_layout
+from megalith.plan.serving.scheduler import PlannedRow, SchedulerConfig
+
+
+def attention_views(model: ModelConfig) -> list[AttentionView | None]:
+    """Return the view of every attention in order: of each layer, and of its cross-layer attention;
+    None for a layer without attention."""
+    windowed = AttentionView(model.attention.window, model.attention.chunked)
+    views: list[AttentionView | None] = []
+    for layer in range(model.num_layers):
+        attends = model.attention_part(layer) == "full"
+        layer_view = windowed if model.has_window(layer) else AttentionView()
+        views.append(layer_view if attends else None)
+        if model.uses_cross_layer_source(layer):
+            views.append(AttentionView())
+    return views
+
+
+def kv_bytes_per_token(model: ModelConfig, *, tp: int, element_size: int) -> list[int]:
+    """Return the bytes that each attention of `attention_views` stores per token on one of `tp`
+    ranks: keys and values of the local heads, or the latent vector and the shared rotated key."""
+    sizes = []
+    for layer in range(model.num_layers):
+        own = model.at(layer)
+        heads = max(1, -(-own.num_kv_heads // tp))
+        width = heads * 2 * own.head_size()
+        if own.mla is not None:
+            width = own.mla.kv_rank + own.mla.rope_dim
+        sizes.append(width * element_size if model.attention_part(layer) == "full" else 0)
+        if model.uses_cross_layer_source(layer):
+            sizes.append(heads * 2 * own.head_size() * element_size)
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionView:
-    """Which preceding tokens a layer attends to."""
+class CachePlan:
+    """Which block tables and which storage each attention of a model uses."""
 
-    window: int | None = None
-    """Number of latest tokens, including the query itself; None: all."""
+    layout: CacheLayout
+    slots: tuple[tuple[int, int] | None, ...]
+    """(group, slot) of each attention; None: it stores nothing."""
 
-    chunked: bool = False
-    """Attend only to the chunk of `window` tokens that contains the query."""
+    bytes_per_token: int
+    """Bytes of one token in a block, over all slots of a group."""
 
-    def before(self, count: int) -> int:
-        """Return how many of the first `count` tokens of a document the next token attends to.
-
-        >>> views = [AttentionView(4), AttentionView(4, chunked=True), AttentionView()]
-        >>> [view.before(6) for view in views]
-        [3, 2, 6]
-        """
-        if self.window is None:
-            return count
-        return count % self.window if self.chunked else min(count, self.window - 1)
+    has_states: bool
+    """Whether layers may have recurrent states, which cannot be reused from a prefix."""
 
 
-EVERYTHING = AttentionView()
+def plan_cache(model: ModelConfig, *, tp: int, element_size: int) -> CachePlan:
+    """Plan the KV cache of a model on one of `tp` ranks."""
+    views = attention_views(model)
+    sizes = kv_bytes_per_token(model, tp=tp, element_size=element_size)
+    layout = plan_cache_layout([view for view in views if view is not None])
+    plugins = model.plugins.attention is not None or model.plugins.block is not None
+    remaining = iter(layout.slots)
+    slots = tuple(None if view is None else next(remaining) for view in views)
+    # Attentions of one slot share its tensors if their keys and values have equal sizes.
+    slot_sizes: list[set[int]] = [set() for _ in range(layout.num_slots)]
+    for slot, size in zip(slots, sizes, strict=True):
+        if slot is not None:
+            slot_sizes[slot[1]].add(size)
+    bytes_per_token = sum(sum(sizes_of_slot) for sizes_of_slot in slot_sizes)
+    return CachePlan(layout, slots, bytes_per_token, has_states=plugins)
 
-INITIAL_CAPACITY = 64
-"""Tokens that a new buffer has room for (heuristic); the capacity doubles, so each token is copied
-about once."""
+
+class PoolSize(NamedTuple):
+    """Number of blocks of a KV cache, and the longest sequence that it can hold."""
+
+    num_blocks: int
+    max_model_len: int
 
 
-class GrowingBuffer:
-    """Keys or values of one document in one layer: appended at the end, read as one tensor [rows,
-    g, d].
+def blocks_per_sequence(layout: CacheLayout, length: int, config: EngineConfig) -> int:
+    """Return the largest number of blocks that a sequence of `length` tokens uses at a time."""
+    size, step = config.cache.block_size, config.max_num_batched_tokens
+    count = 0
+    for view in layout.groups:
+        tokens = length if view.window is None else min(length, view.window + step)
+        count += -(-tokens // size) + (view.window is not None)
+    return count
 
-    Rows that no later token attends to may be dropped: with a window all but the last.
+
+def plan_pool(
+    model: ModelConfig, config: EngineConfig, plan: CachePlan, *, free_bytes: int
+) -> PoolSize:
+    """Return the size of the block pool that fits into the memory, and the maximum length of a
+    sequence: that of the settings, else the model's context length if the pool can hold it.
+
+    Raises:
+        ConfigError: the pool cannot hold a sequence of `max_model_len` tokens.
+    """
+    layout, cache = plan.layout, config.cache
+    longest = model.max_seq_len if config.max_model_len is None else config.max_model_len
+    if longest > model.max_seq_len:
+        raise ConfigError(
+            f"max_model_len={longest} is more than model.max_seq_len={model.max_seq_len}, the "
+            f"context length of the model. Set max_model_len to at most {model.max_seq_len}."
+        )
+    block_bytes = plan.bytes_per_token * cache.block_size
+    useful = config.max_num_seqs * blocks_per_sequence(layout, longest, config)
+    fits = int(free_bytes * cache.memory_fraction) // max(1, block_bytes)
+    num_blocks = min(useful, fits) if cache.num_blocks is None else cache.num_blocks
+    needed = blocks_per_sequence(layout, longest, config)
+    if needed > num_blocks and config.max_model_len is None:
+        longest = _longest_sequence(layout, num_blocks, config, longest)
+        needed = blocks_per_sequence(layout, max(1, longest), config)
+    if needed > num_blocks or longest < 1:
+        required = f"{needed} blocks ({needed * block_bytes / 2**20:.1f} MiB)"
+        if cache.num_blocks is not None:
+            raise ConfigError(
+                f"cache.num_blocks={num_blocks} of {cache.block_size} tokens cannot hold a "
+                f"sequence of max_model_len={max(1, longest)} tokens, which needs {required}. Set "
+                f"cache.num_blocks to {needed} or more, or max_model_len lower."
+            )
+        raise ConfigError(
+            f"max_model_len={max(1, longest)}: a sequence of this length needs {required} of KV "
+            f"cache, but cache.memory_fraction={cache.memory_fraction} of {free_bytes / 2**20:.1f} "
+            f"MiB of free memory holds {num_blocks}. Set max_model_len lower, or "
+            "cache.memory_fraction higher."
+        )
+    return PoolSize(max(1, num_blocks), longest)
+
+
+def _longest_sequence(
+    layout: CacheLayout, num_blocks: int, config: EngineConfig, longest: int
+) -> int:
+    """Return the length of the longest sequence, at most `longest`, that fits into the blocks."""
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_per_sequence(layout, middle, config) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerConfig:
+    """Return the settings of the scheduler for an engine with this cache."""
+    return SchedulerConfig(
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        groups=cache.plan.layout.groups,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        min_prefill_chunk_tokens=config.min_prefill_chunk_tokens,
+        prefix_caching=config.cache.prefix_caching and not cache.plan.has_states,
+        batching=config.batching,
+    )
+
+
+class PagedKVCache:
+    """Block pool of a model on this rank, and the recurrent states of its sequences.
+
+    The tensors of a slot are allocated when its first attention stores into it. Attentions of
+    several groups share the tensors of their slot, each in blocks of its own.
     """
 
-    def __init__(self, view: AttentionView = EVERYTHING) -> None:
-        self._view = view
-        self._rows: Tensor | None = None
-        self._end = 0  # stored rows; with a window the last ones
-        self._count = 0  # all rows of the document
+    def __init__(
+        self,
+        plan: CachePlan,
+        *,
+        num_blocks: int,
+        block_size: int,
+        batch_invariant: bool = False,
+        kernels: Kernel = "auto",
+    ) -> None:
+        """`kernels`: backend of paged attention."""
+        self.plan, self.num_blocks, self.block_size = plan, num_blocks, block_size
+        self.batch_invariant, self.kernels = batch_invariant, kernels
+        self._pool: dict[tuple[int, str, tuple[int, int]], Tensor] = {}
+        self._states: dict[tuple[int, int], Tensor] = {}
+        """State of (attention, request)."""
+        self._new_states: dict[tuple[int, int], Tensor] = {}
+        """States of the current step, which replace the others when the step succeeds."""
 
-    def append(self, rows: Tensor) -> Tensor:
-        """Append rows [t, g, d] and return those that the new tokens attend to: a view, valid until
-        the next call."""
-        before = self._view.before(self._count)
-        if self._rows is None or self._end + len(rows) > len(self._rows):
-            self._rows, self._end = self._reallocate(rows, before), before
-        self._rows[self._end : self._end + len(rows)] = rows
-        self._end += len(rows)
-        self._count += len(rows)
-        return self._rows[self._end - len(rows) - before : self._end]
-
-    @property
-    def used(self) -> bool:
-        """Whether rows were appended; layers without attention have none."""
-        return self._rows is not None
-
-    def holds(self, count: int) -> bool:
-        """Return whether the rows needed to continue the document after its first `count` rows are
-        present."""
-        first = count - self._view.before(count)
-        return count <= self._count and first >= self._count - self._end
-
-    def cut(self, count: int) -> None:
-        """Drop the rows after the first `count`, which must be held."""
-        self._end -= self._count - count
-        self._count = count
-
-    def _reallocate(self, rows: Tensor, before: int) -> Tensor:
-        """Return a larger buffer that starts with the last `before` rows."""
-        wanted = before + len(rows)
-        if not self._view.chunked and before + 1 == self._view.window:
-            wanted += before  # so that a window moves once per length
-        capacity = INITIAL_CAPACITY
-        while capacity < wanted:
-            capacity *= 2
-        buffer = rows.new_empty(capacity, *rows.shape[1:])
-        if self._rows is not None:
-            buffer[:before] = self._rows[self._end - before : self._end]
-        return buffer
-
-
-@dataclass(slots=True)
-class DocumentState:
-    """What one layer keeps of one document: keys and values, or a recurrent state."""
-
-    keys: GrowingBuffer
-    values: GrowingBuffer
-    state: Tensor | None = None
-    num_tokens: int = 0
-    """Number of tokens that `state` contains."""
+    def pool_of(self, slot: int, role: str, rows: Tensor) -> Tensor:
+        """Return the blocks [blocks, g, T, d] of a slot for rows like `rows` [t, g, d]."""
+        heads, width = rows.shape[1], rows.shape[2]
+        pool_key = slot, role, (heads, width)
+        pool = self._pool.get(pool_key)
+        if pool is None:
+            pool = rows.new_empty(self.num_blocks, heads, self.block_size, width)
+            self._pool[pool_key] = pool
+        return pool
 
     @property
-    def used(self) -> bool:
-        """Whether anything is stored; layers without attention and state have nothing."""
-        return self.keys.used or self.state is not None
+    def num_bytes(self) -> int:
+        """Bytes of the allocated blocks."""
+        return sum(pool.numel() * pool.element_size() for pool in self._pool.values())
 
-    def holds(self, count: int) -> bool:
-        """Return whether the document can be continued after its first `count` tokens."""
-        if self.state is not None:
-            return count == self.num_tokens
-        return self.keys.holds(count)
+    def layers(self, step: "StepBlocks") -> list[LayerCache]:
+        """Return the layer caches of a forward pass, one per attention of the model."""
+        return [
+            PagedLayerCache(self, step, index, slot) for index, slot in enumerate(self.plan.slots)
+        ]
 
-    def cut(self, count: int) -> None:
-        """Drop what follows the first `count` tokens, which must be held."""
-        if self.keys.used:
-            self.keys.cut(count)
-            self.values.cut(count)
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination) in all slots, for copy-on-write."""
+        if not pairs:
+            return
+        sources, destinations = (list(numbers) for numbers in zip(*pairs, strict=True))
+        for pool in self._pool.values():
+            pool[destinations] = pool[sources]
+
+    def copy_states(self, parent: int, child: int) -> None:
+        """Give `child` the recurrent states of `parent`."""
+        for (index, request), state in list(self._states.items()):
+            if request == parent:
+                self._states[index, child] = state
+
+    def drop_states(self, request: int) -> None:
+        """Drop the recurrent states of a request."""
+        for state_key in [one for one in self._states if one[1] == request]:
+            del self._states[state_key]
+
+    def state_of(self, index: int, request: int) -> Tensor | None:
+        """Return the state of attention `index` after the tokens of a request so far."""
+        return self._states.get((index, request))
+
+    def set_state(self, index: int, request: int, state: Tensor) -> None:
+        """Store the state of attention `index` after the step's tokens of a request; valid after
+        `commit_states`."""
+        self._new_states[index, request] = state
+
+    def commit_states(self, *, succeeded: bool) -> None:
+        """End a step: its states become current, or are dropped if it failed."""
+        if succeeded:
+            self._states |= self._new_states
+        self._new_states = {}
 
 
-class PackedCache:
-    """Cache of one layer for the packed documents of one forward pass; a `LayerCache`."""
+@dataclass(frozen=True)
+class StepBlocks:
+    """The rows of a step and their block tables, as tensors that all layers share."""
 
-    def __init__(self, documents: Sequence[DocumentState]) -> None:
-        self._documents = documents
+    rows: Sequence[PlannedRow]
+    views: Sequence[AttentionView]
+    block_size: int
+    device: torch.device
+    _metadata: dict[int, PagedMetadata] = field(default_factory=dict)
+    _store_slots: dict[int, Tensor] = field(default_factory=dict)
+    _gather_slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def _lengths(self) -> tuple[tuple[int, int], ...]:
+        return tuple((row.count, row.start + row.count) for row in self.rows)
+
+    def metadata(self, group: int) -> PagedMetadata:
+        """Return block tables and lengths of a group for the paged kernels."""
+        if group not in self._metadata:
+            tables = [row.block_tables[group] for row in self.rows]
+            table = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
+            for number, blocks in enumerate(tables):
+                table[number, : len(blocks)] = blocks
+            counts = np.array([count for count, _ in self._lengths], dtype=np.int32)
+            keys = np.array([length for _, length in self._lengths], dtype=np.int32)
+            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+            self._metadata[group] = PagedMetadata(
+                block_tables=torch.from_numpy(table).to(self.device),
+                cu_seqlens_q=torch.from_numpy(starts).to(self.device),
+                kv_lengths=torch.from_numpy(keys).to(self.device),
+                lengths=self._lengths,
+                block_size=self.block_size,
+            )
+        return self._metadata[group]
+
+    def store_slots(self, group: int) -> Tensor:
+        """Return where the step's tokens are stored: int64 [t], block * block_size + offset."""
+        if group not in self._store_slots:
+            parts = [self._slots(row, group, row.start, row.start + row.count) for row in self.rows]
+            self._store_slots[group] = torch.from_numpy(np.concatenate(parts)).to(self.device)
+        return self._store_slots[group]
+
+    def gather_slots(self, group: int) -> tuple[Tensor, Tensor]:
+        """Return (block, offset), int64 each, of the keys that the queries attend to: of each row
+        the last ones, as many as `kernels/attention/dispatch` expects."""
+        if group not in self._gather_slots:
+            view, parts = self.views[group], []
+            for row in self.rows:
+                end = row.start + row.count
+                parts.append(self._slots(row, group, row.start - view.before(row.start), end))
+            slots = torch.from_numpy(np.concatenate(parts)).to(self.device)
+            self._gather_slots[group] = slots // self.block_size, slots % self.block_size
+        return self._gather_slots[group]
+
+    def _slots(self, row: PlannedRow, group: int, start: int, end: int) -> NDArray[np.int64]:
+        """Return the slots of tokens start to end - 1 of a row."""
+        positions = np.arange(start, end)
+        first = start // self.block_size
+        last = -(-end // self.block_size)
+        table = np.asarray(row.block_tables[group][first:last], dtype=np.int64)
+        offsets = positions % self.block_size
+        return table[positions // self.block_size - first] * self.block_size + offsets
+
+
+class PagedLayerCache:
+    """Cache of one attention, or state of one recurrent mixer, in one step; a `LayerCache`."""
+
+    def __init__(
+        self, cache: PagedKVCache, step: StepBlocks, index: int, slot: tuple[int, int] | None
+    ) -> None:
+        self._cache, self._step, self._index, self._slot = cache, step, index, slot
 
     def attend(
         self,
@@ -137,100 +341,79 @@ class PackedCache:
         seq_params: PackedSeqParams,
         **options: Unpack[AttendOptions],
     ) -> Tensor:
-        """Append k, v [t, g, d]; return the attention of q to all stored tokens."""
-        queries = [length for length, _ in seq_params.lengths]
-        k = _append([document.keys for document in self._documents], k, queries)
-        v = _append([document.values for document in self._documents], v, queries)
-        return core(q, k, v, seq_params, **options)
+        """Store k, v [t, g, d]; return the attention of q to all tokens of each row, by the paged
+        kernel, or by `core` on gathered keys and values if it does not support the scores."""
+        keys, values = self._store("k", k), self._store("v", v)
+        return self._attend(core, q, keys, values, seq_params, options)
+
+    def attend_latent(
+        self,
+        core: Attend,
+        q: Tensor,
+        latent: Tensor,
+        seq_params: PackedSeqParams,
+        *,
+        value_size: int,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """Store latent [t, 1, r + rope_dim]; return the attention of q [t, n, r + rope_dim] to the
+        latent vectors of all tokens, whose first `value_size` features are the values."""
+        keys = self._store("latent", latent)
+        return self._attend(core, q, keys, keys[..., :value_size], seq_params, options)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Store rows [t, g, d] and return those of all tokens that the queries attend to."""
+        return self._gather(self._store("latent", rows))
 
     def state(
         self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]
     ) -> Tensor:
-        """Return y of `step(x, state)` and store the new state of each document."""
+        """Return y of `step(x, state)` and store the new state of each row."""
+        requests = [row.request_id for row in self._step.rows]
         states = [
-            x.new_zeros(shape) if document.state is None else document.state
-            for document in self._documents
+            x.new_zeros(shape) if row.start == 0 or state is None else state
+            for row in self._step.rows
+            for state in [self._cache.state_of(self._index, row.request_id)]
         ]
         y, new_states = step(x, torch.stack(states))
-        for document, state, (_, keys) in zip(
-            self._documents, new_states, seq_params.lengths, strict=True
-        ):
-            document.state, document.num_tokens = state, keys
+        for request, state in zip(requests, new_states, strict=True):
+            self._cache.set_state(self._index, request, state)
         return y
 
+    def _store(self, role: str, rows: Tensor) -> Tensor:
+        """Store rows [t, g, d] in their blocks and return the blocks."""
+        assert self._slot is not None, f"attention {self._index} stores keys without a slot"
+        group, slot = self._slot
+        blocks = self._cache.pool_of(slot, role, rows)
+        store(blocks, rows, self._step.store_slots(group))
+        return blocks
 
-def _append(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[int]) -> Tensor:
-    parts = [
-        buffer.append(part) for buffer, part in zip(buffers, rows.split(list(queries)), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _gather(self, blocks: Tensor) -> Tensor:
+        """Return the rows [t_kv, g, d] that the queries attend to."""
+        assert self._slot is not None
+        block, offset = self._step.gather_slots(self._slot[0])
+        return blocks[block, :, offset]
 
-
-class KVCache:
-    """KV cache, or recurrent state, of several sequences in all layers, by sequence number.
-
-    `views`: the attention range of each layer, which bounds its cache; unset: all tokens.
-    """
-
-    def __init__(self, num_layers: int, views: Sequence[AttentionView] = ()) -> None:
-        self._views = list(views) or [EVERYTHING] * num_layers
-        self._documents: dict[int, list[DocumentState]] = {}
-
-    def layers(self, sequences: Sequence[int]) -> list[LayerCache]:
-        """Return the layer caches for a forward pass over these sequences, in this order."""
-        for sequence in sequences:
-            if sequence not in self._documents:
-                self._documents[sequence] = [
-                    DocumentState(GrowingBuffer(view), GrowingBuffer(view)) for view in self._views
-                ]
-        by_layer = zip(*(self._documents[sequence] for sequence in sequences), strict=True)
-        return [PackedCache(documents) for documents in by_layer]
-
-    def drop(self, sequence: int) -> None:
-        """Remove a finished sequence."""
-        self._documents.pop(sequence, None)
-
-    def cut(self, sequence: int, count: int) -> bool:
-        """Truncate a sequence to its first `count` tokens; if some layer lacks rows for that, drop
-        it and return False."""
-        documents = [one for one in self._documents.get(sequence, []) if one.used]
-        if not count or not documents or not all(one.holds(count) for one in documents):
-            self.drop(sequence)
-            return False
-        for document in documents:
-            document.cut(count)
-        return True
-
-
-class PrefixState:
-    """KV cache of one text, reused for the common prefix of the next text."""
-
-    def __init__(self, num_layers: int, views: Sequence[AttentionView] = ()) -> None:
-        self.cache = KVCache(num_layers, views)
-        self._ids: list[int] = []
-
-    def resume(self, ids: Sequence[int], *, sequence: int) -> int:
-        """Truncate the cache to the common prefix with `ids` and return its length.
-
-        At least one token remains to be processed, because its logits give the next token.
-        """
-        pairs = zip(self._ids, ids[:-1], strict=False)
-        common = next(
-            (n for n, (old, new) in enumerate(pairs) if old != new),
-            min(len(self._ids), len(ids) - 1),
-        )
-        self.forget()
-        return common if self.cache.cut(sequence, common) else 0
-
-    def clear(self, *, sequence: int) -> None:
-        """Drop the cache."""
-        self.forget()
-        self.cache.drop(sequence)
-
-    def forget(self) -> None:
-        """Invalidate the prefix; called before a forward pass, which may fail after some layers."""
-        self._ids = []
-
-    def record_ids(self, ids: Sequence[int]) -> None:
-        """Record the tokens that are in the cache of every layer."""
-        self._ids = list(ids)
+    def _attend(
+        self,
+        core: Attend,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seq_params: PackedSeqParams,
+        options: AttendOptions,
+    ) -> Tensor:
+        assert self._slot is not None
+        scores = options["scores"]
+        if unsupported_reason(scores) is None and seq_params.visible is None:
+            return paged_attention(
+                q,
+                keys,
+                values,
+                self._step.metadata(self._slot[0]),
+                scores,
+                options.get("sinks"),
+                batch_invariant=self._cache.batch_invariant,
+                kernel=self._cache.kernels,
+            )
+        return core(q, self._gather(keys), self._gather(values), seq_params, **options)

@@ -1,59 +1,34 @@
 """Chat with a model: the template renders the conversation, the model generates the next turn."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams
+from megalith.config.serve import EngineConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import DataError
+from megalith.errors import CheckpointError, DataError
 from megalith.hf.convert import find_own_template, find_turn_end
 from megalith.hf.pretrained import Pretrained
-from megalith.infer.cache import PrefixState
-from megalith.infer.generate import Transcript, build_prefix_state, generate
-from megalith.infer.load import TextGenerator
-
-
-class StopFilter:
-    """Streams text up to a stop text; a possible beginning of it is held back."""
-
-    def __init__(self, end: str) -> None:
-        self._end, self._held = end, ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """Add text; returns what can be shown now."""
-        self._held += text
-        end = self._held.find(self._end) if self._end else -1
-        if end >= 0:
-            self.found = True
-        else:
-            ends = range(min(len(self._end) - 1, len(self._held)), 0, -1)
-            held = next((size for size in ends if self._end.startswith(self._held[-size:])), 0)
-            end = len(self._held) - held
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown
-
-    def finish(self) -> str:
-        """Return the text that was held back, at the end of the stream."""
-        return "" if self.found else self._held
+from megalith.infer.engine import InferenceEngine
+from megalith.infer.load import TextGenerator, build_engine
+from megalith.infer.outputs import TokenOutput
 
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with a model, turn by turn."""
+    """A conversation with a model, turn by turn. The prefix cache makes a turn cost only its own
+    tokens if the template repeats the previous ones."""
 
     generator: TextGenerator
     template: ChatTemplate
-    sample: SampleConfig
+    params: SamplingParams
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
-    read: PrefixState = field(init=False)
-    """KV cache of the conversation: a turn costs only its own tokens if the template repeats the
-    previous ones."""
+    engine: InferenceEngine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.read = build_prefix_state(self.generator.model.config)
+        self.engine = build_engine(self.generator, EngineConfig(max_num_seqs=1))
         self.reset()
 
     def reset(self) -> None:
@@ -72,38 +47,55 @@ class Chat:
             CheckpointError: the logits are not finite.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokenizer = self.generator.tokenizer
-        prompt = self.template.render(messages, prompt=True)
-        ids, longest = tokenizer.encode_marked(prompt), self.generator.model.config.max_seq_len
+        ids = self.generator.tokenizer.encode_marked(self.template.render(messages, prompt=True))
+        longest = self.engine.max_model_len
         if len(ids) >= longest:
             raise DataError(
                 f"the conversation has {len(ids)} tokens, but the context of the model is "
                 f"{longest} tokens including the answer. Use /reset to start again."
             )
-        stop_ids, stop_text = find_turn_end(self.template, tokenizer)
-        transcript, stop_filter = Transcript(prompt, ids, tokenizer), StopFilter(stop_text)
-        answer: list[str] = []
-        stream = generate(
-            self.generator.model,
-            [ids],
-            self.sample,
-            stops=self.generator.stops | stop_ids,
-            before=self.read,
+        number = self.engine.add_request(
+            ids, with_turn_end(self.params, self.template, self.generator.tokenizer)
         )
+        answer: list[str] = []
         try:
-            for token in stream:
-                known = len(transcript.text)
-                transcript.add(token)
-                new = stop_filter.push(transcript.text[known:])
-                new += stop_filter.finish() if token.finish is not None else ""
-                answer.append(new)
-                show(new)
-                if stop_filter.found:
-                    break
-        finally:
-            if answer:
-                self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
-        return "".join(answer)
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    self._show(output, answer, show)
+        except KeyboardInterrupt:
+            answer += [output.text for output in self.engine.abort(number)]
+            self._append(messages, answer)
+            raise
+        except BaseException:
+            self.engine.abort(number)
+            raise
+        return self._append(messages, answer)
+
+    def _append(self, messages: list[Message], answer: list[str]) -> str:
+        """Add an answer to the conversation, unless it is empty; returns it."""
+        text = "".join(answer)
+        if text:
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+        return text
+
+    def _show(self, output: TokenOutput, answer: list[str], show: Callable[[str], None]) -> None:
+        if output.finish_reason == "error":
+            raise output.cause or CheckpointError(f"the answer ended: {output.error}")
+        answer.append(output.text)
+        show(output.text)
+
+
+def with_turn_end(
+    params: SamplingParams, template: ChatTemplate, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Return the parameters with the tokens or the text with which the template ends a turn as
+    stops."""
+    stop_ids, stop_text = find_turn_end(template, tokenizer)
+    return replace(
+        params,
+        stop_token_ids=(*params.stop_token_ids, *sorted(stop_ids)),
+        stop=(*params.stop, *([stop_text] if stop_text else [])),
+    )
 
 
 def select_template(source: Pretrained, tokenizer: Tokenizer, name: str | None) -> ChatTemplate:

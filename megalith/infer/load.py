@@ -1,6 +1,8 @@
 """Load a trained model with its tokenizer for text generation."""
 
+import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,9 +10,11 @@ import torch
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.fields import range_problems
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.serve import EngineConfig
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
@@ -22,14 +26,23 @@ from megalith.hf.pretrained import (
     open_pretrained,
 )
 from megalith.hf.release import release_run
+from megalith.infer.batch_invariance import check_batch_invariance
+from megalith.infer.cache import PagedKVCache, plan_cache, plan_pool
+from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.kernels.backend import select_backends
+from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits
+from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.nn.mlp import ChunkedPrefillMLP
+from megalith.observe.limits import free_memory
+from megalith.parallel.group import Group, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.grid import divisors
 from megalith.rules.moe import expert_layout_problems
 from megalith.rules.run import check_kv_heads_fit_tp, model_problems
+
+logger = logging.getLogger(__name__)
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded for generation."""
@@ -43,6 +56,12 @@ class TextGenerator:
     tokenizer: Tokenizer
     stops: frozenset[int]
     """Tokens that end a text."""
+
+    kernels: Kernel = "auto"
+    """Kernel backends of the model."""
+
+    source: Pretrained | None = None
+    """What it was loaded from."""
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
@@ -162,7 +181,88 @@ def load_text_generator(
         mesh.world,
         rules=CheckpointConfig(skip=MTP_PARAMETERS if source.model.mtp.num_layers else ()),
     )
-    return TextGenerator(model.eval(), tokenizer, stop_ids(source, tokenizer))
+    return TextGenerator(model.eval(), tokenizer, stop_ids(source, tokenizer), kernels, source)
+
+
+def build_engine(
+    generator: TextGenerator, config: EngineConfig, *, callbacks: Sequence[EngineCallback] = ()
+) -> InferenceEngine:
+    """Build an inference engine for a loaded model. Collective over its tensor-parallel group.
+
+    Raises:
+        ConfigError: settings are invalid, or the memory does not suffice for the KV cache.
+    """
+    raise_all(range_problems(config))
+    model = generator.model
+    group, device = model.tp_comm.group, next(model.parameters()).device
+    plan = plan_cache(model.config, tp=group.size, element_size=model.dtype.itemsize)
+    size = plan_pool(
+        model.config,
+        config,
+        plan,
+        free_bytes=_free_bytes(device, group),
+    )
+    cache = PagedKVCache(
+        plan,
+        num_blocks=size.num_blocks,
+        block_size=config.cache.block_size,
+        batch_invariant=config.batch_invariant,
+        kernels=generator.kernels,
+    )
+    if config.batch_invariant and generator.kernels != "auto":
+        raise ConfigError(
+            f"batch_invariant=true with kernels={generator.kernels}: it uses compiled kernels for "
+            "every number of tokens. Set kernels to auto, or batch_invariant to false."
+        )
+    limits = _small_batch_limits(generator, config, device)
+
+    def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
+        return InferenceEngine(
+            model.eval(),
+            cache,
+            config,
+            max_model_len=size.max_model_len,
+            tokenizer=generator.tokenizer,
+            eos_token_ids=generator.stops,
+            callbacks=callbacks,
+            limits=limits,
+        )
+
+    if config.batch_invariant:
+        check_batch_invariance(build(()))
+    engine = build(callbacks)
+    logger.info("%s", engine.describe())
+    if size.max_model_len < model.config.max_seq_len and config.max_model_len is None:
+        logger.warning(
+            "the KV cache holds sequences of at most %d tokens, less than the context of %d. For "
+            "longer ones increase cache.memory_fraction=%s, or free memory.",
+            size.max_model_len,
+            model.config.max_seq_len,
+            config.cache.memory_fraction,
+        )
+    return engine
+
+
+def _small_batch_limits(
+    generator: TextGenerator, config: EngineConfig, device: torch.device
+) -> SmallBatchLimits:
+    """Return the numbers of rows for which matmuls use the small-batch kernel, the same on all
+    tensor-parallel ranks."""
+    if device.type != "cpu" or generator.kernels != "auto" or config.batch_invariant:
+        return NO_ROWS
+    group = generator.model.tp_comm.group
+    limits = gather_objects(load_or_measure_limits(), group)[0]
+    assert isinstance(limits, SmallBatchLimits)
+    return limits
+
+
+def _free_bytes(device: torch.device, group: Group) -> int:
+    """Return the free bytes of memory of the rank that has least; on CPUs the ranks share it."""
+    if device.type == "cpu":
+        free = free_memory() // group.size
+    else:
+        free, _ = torch.accelerator.memory.get_memory_info(device)
+    return min(int(str(each)) for each in gather_objects(free, group))
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:

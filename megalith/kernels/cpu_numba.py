@@ -69,6 +69,11 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
 
 
 def _find_loop(loop: Loop) -> FunctionType:
+    """Return the Python function of a loop."""
+    if loop in ("paged_attention", "paged_merge"):
+        from megalith.kernels.attention import paged_numba
+
+        return cast(FunctionType, getattr(paged_numba, loop))
     if loop == "small_batch_matmul":
         from megalith.kernels import cpu_small_batch  # which uses the building blocks below
 
@@ -716,3 +721,111 @@ def visible_exp(block: Block) -> None:
             out[j] = narrow(visible_scores[j], out)
         unseen(scores[i], start, stop)
         unseen(p[i], start, stop)
+
+
+# --- sampling (kernels/sampling.py)
+
+
+@part
+def mix_64(z: Any) -> Any:
+    """Return the 64-bit hash of a state: the mixer of kernels/dropout.py."""
+    z = np.uint64((z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
+    z = np.uint64((z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
+    return np.uint64(z ^ (z >> np.uint64(31)))
+
+
+@part
+def gumbel_bound(z: Any) -> Any:
+    """Return an upper bound of the Gumbel noise of a hash, in fp32, exact to 1e-4; at most 0.06
+    too large for noise above 4.
+
+    The noise of the uniform number 1 - w is at most -ln w. The bits of a float, read as an integer,
+    are 2^23 times a lower bound of its log2, plus the exponent's bias.
+    """
+    w = np.float32(np.int32(z >> np.uint64(33)))  # 2^31 w, rounded
+    return np.float32(109.51733) - np.float32(w.view(np.int32)) * np.float32(8.262958e-08)
+
+
+@part
+def find_largest(row: Array) -> Any:
+    """Return the largest number of a row, its first index (-1 if all are -inf), the number of -inf,
+    and the number of NaN and infinity."""
+    tile_size = 1024
+    top, at = np.float32(-np.inf), np.int64(-1)
+    num_masked, num_invalid = np.int64(0), np.int64(0)
+    for start in range(0, len(row), tile_size):
+        tile = row[start : min(start + tile_size, len(row))]
+        masked, nonfinite = np.int32(0), np.int32(0)
+        for j in range(len(tile)):
+            bits = np.float32(wide(tile[j])).view(np.int32)
+            masked += np.int32(bits == np.int32(-0x800000))
+            nonfinite += np.int32(np.int32(bits & np.int32(0x7FFFFFFF)) >= np.int32(0x7F800000))
+        num_masked += masked
+        num_invalid += nonfinite - masked
+        largest = row_max(tile)
+        if largest > top:
+            top, at = largest, np.int64(start)
+    if at >= 0:
+        while np.float32(wide(row[at])) != top:
+            at += 1
+    return top, at, num_masked, num_invalid
+
+
+@part
+def gumbel_noise(z: Any) -> Any:
+    """Return the Gumbel noise of a hash, in float64."""
+    w = (np.float64(np.int64(z >> np.uint64(12))) + 0.5) * 2.0**-52
+    return -np.log(-np.log(1.0 - w))
+
+
+def gumbel_argmax(block: Block) -> None:
+    """rows, v, stride, first, keys int64 [rows], temperatures float64 [rows], logits [rows, stride]
+    -> values float64 [rows], ids int64 [rows], masked int64 [rows].
+
+    See `kernels/sampling.gumbel_argmax`. A tile of the row is searched only if the bound of a token
+    in it is above the best value so far, so few logarithms are computed; the token with the largest
+    logit is tried first.
+    """
+    rows, v, stride = count(block, 0), count(block, 1), count(block, 2)
+    first_token, keys = np.uint64(count(block, 3)), longs(block, 4, (rows,))
+    temperatures, logits = longs(block, 5, (rows,)), data(block, 6, (rows, stride))
+    values, ids, masked = (
+        longs(block, 7, (rows,)),
+        longs(block, 8, (rows,)),
+        longs(block, 9, (rows,)),
+    )
+    step, tile_size = np.uint64(0x9E3779B97F4A7C15), 128
+    first, last = share(rows)
+    for i in range(first, last):
+        row, temperature = logits[i, :v], np.int64(temperatures[i]).view(np.float64)
+        top, at, num_masked, num_invalid = find_largest(row)
+        best, start = np.float64(top), np.uint64(np.uint64(keys[i]) + first_token * step)
+        if num_invalid == 0 and at >= 0 and temperature > 0:
+            scaled_top, inverse = best / temperature, np.float32(1 / temperature)
+            best = scaled_top + gumbel_noise(mix_64(start + np.uint64(at) * step))
+            slack = 1e-4 + 4e-15 * abs(scaled_top)
+            limit = np.float32(best - scaled_top - slack)
+            for begin in range(0, v, tile_size):
+                tile, state = (
+                    row[begin : min(begin + tile_size, v)],
+                    start + np.uint64(begin) * step,
+                )
+                candidates = np.int32(0)
+                for j in range(len(tile)):
+                    bound = gumbel_bound(mix_64(state + np.uint64(j) * step))
+                    near = (wide(tile[j]) - top) * inverse + bound
+                    candidates += np.int32(near > limit)
+                if candidates > 0:
+                    for j in range(len(tile)):
+                        z = mix_64(state + np.uint64(j) * step)
+                        if (wide(tile[j]) - top) * inverse + gumbel_bound(z) > limit:
+                            value = np.float64(wide(tile[j])) / temperature + gumbel_noise(z)
+                            if value > best or (value == best and begin + j < at):
+                                best, at = value, begin + j
+                                limit = np.float32(best - scaled_top - slack)
+        values[i] = np.float64(best).view(np.int64)
+        ids[i] = np.int64(first_token) + at if at >= 0 else -1
+        if num_invalid > 0:
+            values[i] = np.int64(0x7FF8000000000000)  # NaN
+            ids[i] = -1
+        masked[i] = num_masked

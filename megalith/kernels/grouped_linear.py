@@ -30,6 +30,7 @@ from megalith.kernels.linear import (
     is_upcast,
     mm,
     register_recompute,
+    runs_inference,
     save,
     saved_input,
 )
@@ -385,7 +386,7 @@ def grouped_linear(
     matmul_ops = matmul_ops or select_grouped_matmul_ops(x, w, groups)
     # one synchronization for the three matmuls
     groups = groups.known_on_host() if matmul_ops is LOOP else groups
-    if torch.is_inference_mode_enabled():
+    if runs_inference():
         return matmul_ops.forward(x, w, groups)
     y: Tensor = GroupedLinearFunction.apply(x, groups, grad_accumulator, matmul_ops, w)  # type: ignore[no-untyped-call]  # torch's own
     return y

@@ -192,7 +192,25 @@ class LayerCache(Protocol):
         **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Store k, v [t, g, d] of the current tokens, and return the attention of q [t, n, d] to
-        all tokens of each document, as `core` computes it."""
+        all tokens of each document. `core` computes it where the cache has no kernel for it."""
+
+    def attend_latent(
+        self,
+        core: Attend,
+        q: Tensor,
+        latent: Tensor,
+        seq_params: PackedSeqParams,
+        *,
+        value_size: int,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """`attend` of MLA in the absorbed form: store latent [t, 1, d], which are the keys of all
+        heads; their first `value_size` features are the values. q [t, n, d] -> [t, n,
+        value_size]."""
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Store the rows [t, g, d] of the current tokens, as `attend_latent` does; return those of
+        all tokens that a query attends to, [t_kv, g, d]."""
 
     def state(
         self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]

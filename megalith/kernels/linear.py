@@ -298,9 +298,14 @@ MIN_ONEDNN_MULTIPLICATIONS = 1 << 23
 def forward(x: Tensor, w: Tensor) -> Tensor:
     """`y = x @ w.T`: x [t, i], w [o, i] -> y [t, o]; of few rows by the small-batch kernel, if it
     is selected and no gradients are needed."""
-    if w.dtype == x.dtype and linear_small_batch.should_use(x, w, x.shape[0]):
+    if runs_inference() and x.dtype == w.dtype and linear_small_batch.should_use(x, w, x.shape[0]):
         return linear_small_batch.small_batch_linear(x, w)
     return _product(x, w)
+
+
+def runs_inference() -> bool:
+    """Whether matmuls run in `torch.inference_mode`, which torch.compile cannot trace."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def torch_forward(x: Tensor, w: Tensor) -> Tensor:
@@ -469,7 +474,7 @@ def linear(
     requires a gradient, nothing is. In inference mode no autograd function is called, which would
     take longer than a small matmul.
     """
-    if torch.is_inference_mode_enabled():
+    if runs_inference():
         return matmul_ops.forward(x, stacked(parameters))
     y: Tensor = LinearFunction.apply(x, grad_accumulator, matmul_ops, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y

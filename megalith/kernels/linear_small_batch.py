@@ -1,18 +1,20 @@
 """Small-batch matmuls on CPUs: `y = x @ w.T` of few rows, reading each weight once for all rows.
 
 Decoding multiplies every weight matrix by a few rows, which is limited by memory bandwidth; torch
-is far from it between 2 and 16 rows. The inference engine selects, for its process, up to how many
+is far from it between 2 and 16 rows. The inference engine selects, for its thread, up to how many
 rows the compiled kernel is used instead of torch (`select_small_batch_matmul`). Without that, or
 outside of `torch.inference_mode`, nothing changes, so training is not affected.
 
 Every output of the kernel has the same bits for every number of rows and every index of its row.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import ClassVar, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,22 +47,25 @@ class SmallBatchLimits:
 
 
 NO_ROWS = SmallBatchLimits(fp32=0, bf16=0, int8=0)
-"""Limits of a process that uses torch only."""
+"""Limits of a thread that uses torch only."""
 EVERY_ROW = SmallBatchLimits(fp32=ANY_ROWS, bf16=ANY_ROWS, int8=ANY_ROWS)
-"""Limits of a process that uses the kernel for every number of rows."""
+"""Limits of a thread that uses the kernel for every number of rows."""
 
 
-class _SelectedLimits:
-    """The limits of this process, like torch.set_float32_matmul_precision."""
+class _SelectedLimits(threading.local):
+    """The limits of a thread."""
 
     limits = NO_ROWS
-    largest: ClassVar[dict[torch.dtype, int]] = {}
+    largest: Mapping[torch.dtype, int] = MappingProxyType({})
+
+
+_selected = _SelectedLimits()
 
 
 def select_small_batch_matmul(
     form: SmallBatchForm, limits: SmallBatchLimits | None = None
 ) -> SmallBatchLimits:
-    """Select how this process computes matmuls of few rows on CPUs in `torch.inference_mode`;
+    """Select how this thread computes matmuls of few rows on CPUs in `torch.inference_mode`;
     returns the limits in effect.
 
     `limits`: those of form auto, for example from `load_or_measure_limits`.
@@ -78,13 +83,13 @@ def select_small_batch_matmul(
     else:
         chosen = EVERY_ROW if form == "numba" else NO_ROWS
     _select(chosen if cpu_threads.openmp() is not None else NO_ROWS)
-    return _SelectedLimits.limits
+    return _selected.limits
 
 
 def _select(limits: SmallBatchLimits) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int8)
-    _SelectedLimits.limits = limits
-    _SelectedLimits.largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
+    _selected.limits = limits
+    _selected.largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
 
 
 @contextmanager
@@ -92,7 +97,7 @@ def small_batch_matmul(
     form: SmallBatchForm, limits: SmallBatchLimits | None = None
 ) -> Iterator[SmallBatchLimits]:
     """`select_small_batch_matmul` inside a `with` block; yields the limits in effect."""
-    before = _SelectedLimits.limits
+    before = _selected.limits
     try:
         yield select_small_batch_matmul(form, limits)
     finally:
@@ -100,14 +105,14 @@ def small_batch_matmul(
 
 
 def selected_limits() -> SmallBatchLimits:
-    """Return the limits in effect in this process."""
-    return _SelectedLimits.limits
+    """Return the limits in effect in this thread."""
+    return _selected.limits
 
 
 def should_use(x: Tensor, w: Tensor, rows: int) -> bool:
     """Return whether `x @ w.T` with at most `rows` rows per weight matrix uses the kernel in this
-    process: selected, without gradients (`torch.inference_mode`), and supported."""
-    largest = _SelectedLimits.largest
+    thread: selected, without gradients (`torch.inference_mode`), and supported."""
+    largest = _selected.largest
     return (
         bool(largest)
         and rows <= largest.get(w.dtype, 0)

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.layer_inputs import AttendOptions, LayerInputs
+from megalith.kernels.layer_inputs import AttendOptions, LayerCache, LayerInputs
 from megalith.kernels.linear import einsum
 from megalith.kernels.packed import PackedSeqParams
 from megalith.nn.attention import build_layer_scores, output_linear
@@ -44,8 +44,10 @@ class LatentInputs(NamedTuple):
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams, AttendOptions], Tensor]
-"""Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
+LatentForm = Literal["expanded", "absorbed"]
+"""expanded: keys and values of each head are projected from the latent vectors; absorbed: latent
+vectors are the keys and values of all heads, and queries and outputs are projected instead. Both
+give the same result."""
 
 
 def expanded(
@@ -61,26 +63,28 @@ def expanded(
     return layer.core(parts.q, k, v, seq_params, **options)
 
 
-def absorbed(
-    layer: "LatentAttention",
-    parts: LatentInputs,
-    seq_params: PackedSeqParams,
-    options: AttendOptions,
-) -> Tensor:
-    """Compute attention with the latent vectors as keys and values of all heads.
+def absorb_keys(layer: "LatentAttention", q: Tensor) -> Tensor:
+    """Apply the key projection to the queries instead of the latent vectors: q [t, n, nope_dim +
+    rope_dim] -> [t, n, r + rope_dim]."""
+    up_keys, _ = _up_projections(layer)
+    q_plain, q_rotated = q.split([layer.sizes.nope_dim, layer.sizes.rope_dim], dim=-1)
+    return torch.cat([einsum("tnd,ndr->tnr", q_plain, up_keys), q_rotated], dim=-1)
 
-    The key projection is applied to the queries, the value projection to the output.
-    """
+
+def project_values(layer: "LatentAttention", attended_latent: Tensor) -> Tensor:
+    """Apply the value projection to the attention of latent vectors: [t, n, r] -> [t, n,
+    value_dim]."""
+    _, up_values = _up_projections(layer)
+    return einsum("tnr,nvr->tnv", attended_latent, up_values)
+
+
+def _up_projections(layer: "LatentAttention") -> tuple[Tensor, Tensor]:
+    """Return the local rows of the up projection: of keys [n, nope_dim, r], of values [n,
+    value_dim, r]."""
     (weight,) = layer.kv_up.accumulated_parameters()
     up = weight.unflatten(0, (layer.num_heads, -1))
     up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
-    q_plain, q_rotated = parts.q.split([layer.sizes.nope_dim, layer.sizes.rope_dim], dim=-1)
-    q = torch.cat([einsum("tnd,ndr->tnr", q_plain, up_keys), q_rotated], dim=-1)
-    both = torch.cat([parts.latent.unsqueeze(1), parts.k_rotated], dim=-1)
-    # Values include the few rotated features, unused: torch's fused kernel requires values as wide
-    # as keys.
-    attended_latent = layer.core(q, both, both, seq_params, **options)[..., : layer.sizes.kv_rank]
-    return einsum("tnr,nvr->tnv", attended_latent, up_values)
+    return up_keys, up_values
 
 
 def choose_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> LatentForm:
@@ -94,9 +98,9 @@ def choose_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> LatentF
     pairs = sum(q * k - q * (q - 1) // 2 for q, k in lengths)
     up = sizes.nope_dim + sizes.value_dim
     return (
-        absorbed
+        "absorbed"
         if (keys - queries) * sizes.kv_rank * up > pairs * (2 * sizes.kv_rank - up)
-        else expanded
+        else "expanded"
     )
 
 
@@ -205,24 +209,31 @@ class LatentAttention(nn.Module):
             attention_bias=inputs.attention_bias,
             dropout_key=inputs.dropout_key,
         )
+        latent_inputs = LatentInputs(q, latent, k_rotated)
         if inputs.cache is None:
-            parts = LatentInputs(q, latent, k_rotated)
-            return expanded(self, parts, inputs.seq_params, options)
-        return inputs.cache.attend(
-            self._attend_cached, q, k_rotated, latent.unsqueeze(1), inputs.seq_params, **options
-        )
+            return expanded(self, latent_inputs, inputs.seq_params, options)
+        return self._attend_cached(inputs.cache, latent_inputs, inputs.seq_params, options)
 
     def _attend_cached(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        cache: LayerCache,
+        latent_inputs: LatentInputs,
         seq_params: PackedSeqParams,
-        **options: Unpack[AttendOptions],
+        options: AttendOptions,
     ) -> Tensor:
-        """Attention to cached tokens, as an `Attend`: k [t_kv, 1, rope_dim], v [t_kv, 1, r]."""
-        form = self.reading(self.sizes, seq_params.lengths)
-        return form(self, LatentInputs(q, v.squeeze(1), k), seq_params, options)
+        """Attention to cached tokens: [t, n, value_dim]. The cache stores the latent vector and the
+        rotated key of each token."""
+        q, latent, k_rotated = latent_inputs
+        rows = torch.cat([latent.unsqueeze(1), k_rotated], dim=-1)
+        rank = self.sizes.kv_rank
+        if self.reading(self.sizes, seq_params.lengths) == "absorbed":
+            attended_latent = cache.attend_latent(
+                self.core, absorb_keys(self, q), rows, seq_params, value_size=rank, **options
+            )
+            return project_values(self, attended_latent)
+        rows = cache.read(rows)
+        latent, k_rotated = rows[:, 0, :rank], rows[..., rank:]
+        return expanded(self, LatentInputs(q, latent, k_rotated), seq_params, options)
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:

@@ -20,6 +20,24 @@ def available_memory() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def free_memory() -> int:
+    """Return the bytes of memory that are free or hold cached files: of the machine, or of the
+    container of this process. Where the system does not report it (macOS), half of all memory."""
+    total = available_memory()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total // 2
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    free = int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else total // 2
+    used = _control_group("memory.current")
+    if not used.isdigit():
+        return free
+    stats = dict(line.split() for line in _control_group("memory.stat").splitlines())
+    file_pages = int(stats.get("inactive_file", 0)) + int(stats.get("active_file", 0))
+    return max(0, min(free, total - int(used) + file_pages))
+
+
 def _control_group(name: str) -> str:
     """Return a cgroup limit of the container of this process; empty if there is none."""
     try:

@@ -459,8 +459,10 @@ class VocabParallelHead(nn.Module):
         """Return the gathered logits: x [t, h] on every rank -> [t, vocab_size] on every rank; for
         sampling, without gradient."""
         products = linear(x, self.accumulated_parameters(), matmul_ops=self.vocab.matmul_ops)
-        part = self.vocab.logit_transform.scores(products).T.contiguous()
-        logits = all_gather(part, self.tp_comm.group, sizes=self.row_sizes).T
+        logits = self.vocab.logit_transform.scores(products)
+        if self.tp_comm.group.size > 1:  # gathering rows of the vocabulary costs two transposes
+            rows = all_gather(logits.T.contiguous(), self.tp_comm.group, sizes=self.row_sizes)
+            logits = rows.T.contiguous()
         return logits[:, : self.vocab.vocab_size]
 
     def accumulated_parameters(self) -> list[nn.Parameter]:

@@ -199,9 +199,10 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
             "--temperature=-1.0 must be a finite number of at least 0",
         ),
         (
-            ["RUN", "--max-new-tokens", "0", "--top-k", "0"],
-            "1. --max-new-tokens=0 must be at least 1",
+            ["RUN", "--temperature", "-1", "--top-p", "2"],
+            "2. --top-p=2.0 must be at most 1. Set top-p to 1 or less.",
         ),
+        (["RUN", "--max-new-tokens", "0"], "--max-new-tokens=0 must be at least 1. Use 256."),
         (
             ["RUN", "--greedy", "--temperature", "0.5"],
             "--greedy with --temperature=0.5: set only one of them",
@@ -215,7 +216,7 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
             ["RUN", "--nproc", "5"],
             "equal number of processes per KV head. Set --nproc to one of 1, 2, 4, 6.",
         ),
-        (["RUN", "x" * 64], "prompt 1 has 64 tokens, but the context of the model is 64"),
+        (["RUN", "x" * 64], "prompt 1: the prompt has 64 tokens, but the context is 64"),
         (
             ["RUN", "--tempreature", "1"],
             "--tempreature is not an option of this command. Did you mean --temperature",

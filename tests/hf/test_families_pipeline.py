@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalith.cli.main import main
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams
 from megalith.config.tree import apply_overrides
 from megalith.data.huggingface import train_bpe
 from megalith.infer.generate import generate_text
@@ -49,8 +49,8 @@ def test_pipeline_of_transformers_generates_the_same_text(tmp_path: Path) -> Non
     writer = load_text_generator(
         source, build_single_rank_mesh(), torch.device("cpu"), torch.float32
     )
-    sample = SampleConfig(temperature=0.0, max_new_tokens=24)
-    ours = generate_text(writer, PROMPTS, sample, ignore_eod=False, show=lambda text: None)
+    params = SamplingParams(temperature=0.0, max_new_tokens=24)
+    ours = generate_text(writer, PROMPTS, params, show=lambda text: None)
 
     pipeline = transformers.pipeline(
         "text-generation", model=str(tmp_path / "theirs"), device="cpu"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.errors import ConfigError
@@ -23,7 +23,6 @@ from megalith.hf.families import FAMILIES
 from megalith.hf.family import Family
 from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
-from megalith.infer.generate import generate
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.plan.costs import num_parameters
@@ -44,6 +43,7 @@ from tests.hf.families import (
     our_model,
     saved,
 )
+from tests.infer.engines import build, run
 
 transformers = pytest.importorskip("transformers")
 
@@ -286,9 +286,9 @@ def test_greedy_text_matches_transformers(name: str, length: int, tmp_path: Path
     reference, folder = saved(CASES[name], tmp_path, std=0.5)
     ours = our_model(folder)
     prompts = [[5, 17, ours.config.vocab_size - 1, 3, 44], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    results: list[list[int]] = [[] for _ in prompts]
-    for written in generate(ours, prompts, SampleConfig(temperature=0.0, max_new_tokens=length)):
-        results[written.sequence].append(written.token)
+    params = SamplingParams(temperature=0.0, max_new_tokens=length)
+    outputs = run(build(ours), [(prompt, params) for prompt in prompts])
+    results = [output.outputs[0].token_ids for output in outputs]
     for text, prompt in zip(results, prompts, strict=True):
         assert len(text) == length
         check_greedy_text(reference, prompt, text)
@@ -303,9 +303,9 @@ def test_longrope_text_beyond_the_original_length_matches_transformers(
     longrope = {**LONGROPE, "original_max_position_embeddings": 12}
     reference, folder = saved(Case("LlamaConfig", {"rope_parameters": longrope}), tmp_path, std=0.5)
     prompt = [5, 17, 3, 44, 1, 2, 3, 4]
-    sample = SampleConfig(temperature=0.0, max_new_tokens=12)
-    ours = [written.token for written in generate(our_model(folder), [prompt], sample)]
-    check_greedy_text(reference, prompt, ours, use_cache=False)
+    params = SamplingParams(temperature=0.0, max_new_tokens=12)
+    (output,) = run(build(our_model(folder)), [(prompt, params)])
+    check_greedy_text(reference, prompt, output.outputs[0].token_ids, use_cache=False)
 
 
 def failed_checks(

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,40 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megalith.config.data import TokenizerConfig
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
 from megalith.hf.convert import find_turn_end
 from megalith.hf.peft import AdaptedWeights
 from megalith.hf.pretrained import Pretrained
-from megalith.infer.chat import Chat, StopFilter, select_template
-from megalith.infer.generate import GeneratedToken
+from megalith.infer.chat import Chat, select_template
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator
+from megalith.infer.outputs import TokenOutput
 from megalith.models.decoder import Decoder
 
 NOTHING: Any = None  # weights that nobody reads
-GREEDY = SampleConfig(temperature=0.0, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_stop_filter_shows_text_up_to_the_stop_text(size: int) -> None:
-    text = "a < b <|im_ <|im_end|> never"
-    until, shown = StopFilter("<|im_end|>"), ""
-    for at in range(0, len(text), size):
-        shown += until.push(text[at : at + size])
-        if until.found:
-            break
-    assert shown == "a < b <|im_ " and until.found and until.finish() == ""
-
-
-def test_held_back_text_is_returned_at_the_end() -> None:
-    until = StopFilter("<|im_end|>")
-    assert (until.push("yes <|im"), until.finish(), until.found) == ("yes ", "<|im", False)
-    assert StopFilter("").push("all of it") == "all of it"
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 
 
 def test_turn_ends_at_a_token_or_at_its_text() -> None:
@@ -55,73 +37,83 @@ def test_turn_ends_at_a_token_or_at_its_text() -> None:
     )
 
 
-class Counting:
-    """A model that says how many tokens each of its forwards reads."""
+def new_chat(model: Decoder, template: str = "chatml", system: str | None = None) -> Chat:
+    specials = {"eos_token": "<|endoftext|>"}
+    return Chat(
+        TextGenerator(model, ByteTokenizer(), frozenset({256})),
+        ChatTemplate("t", BUILT_IN[template], specials),
+        GREEDY,
+        system,
+    )
 
-    def __init__(self, model: Decoder) -> None:
-        self.model, self.config, self.counts = model, model.config, list[int]()
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self.model.parameters()
-
-    def logits(self, ids: Tensor, *rest: Any) -> Tensor:
-        self.counts.append(len(ids))
-        return self.model.logits(ids, *rest)
+def hit_tokens(chat: Chat) -> int:
+    return chat.engine.scheduler.make_stats().prefix_hit_tokens
 
 
 @pytest.mark.parametrize("template", ["identity", "chatml"])
 def test_turn_processes_only_its_tokens_and_equals_that_of_a_new_chat(
     template: str, tiny: SimpleNamespace
 ) -> None:
-    model = Counting(tiny.model(tiny.config(vocab_size=257, max_seq_len=400), dtype=torch.float64))
-    specials = {"eos_token": "<|endoftext|>"}
-    generator: Any = TextGenerator(model, ByteTokenizer(), frozenset({256}))  # type: ignore[arg-type]  # as far as it is used
-
-    def fresh() -> Chat:
-        return Chat(generator, ChatTemplate("t", BUILT_IN[template], specials), GREEDY)
-
-    chat = fresh()
+    model = tiny.model(tiny.config(vocab_size=257, max_seq_len=400), dtype=torch.float64)
+    chat = new_chat(model, template)
     for turn, text in enumerate(("hello", "and then?", "why", "x")):
-        before, read = list(chat.messages), sum(model.counts)
+        before, hits = list(chat.messages), hit_tokens(chat)
         answer = chat.reply(text, lambda shown: None)
-        cost = sum(model.counts) - read
-        other = fresh()
+        other = new_chat(model, template)
         other.messages = before
         assert other.reply(text, lambda shown: None) == answer
-        whole = sum(model.counts) - read - cost
-        # bytes that are no text are written otherwise
-        assert cost == whole if turn == 0 else cost < whole
+        assert hit_tokens(other) == 0
+        # with "identity" the answer, whose bytes are no text, is encoded otherwise
+        assert template == "identity" or (hit_tokens(chat) > hits) == (turn > 0)
     chat.reset()
-    assert chat.reply("hello", lambda shown: None) == fresh().reply("hello", lambda shown: None)
+    expected = new_chat(model, template).reply("hello", lambda shown: None)
+    assert chat.reply("hello", lambda shown: None) == expected
 
 
 def test_prompt_is_the_conversation_with_the_generation_prompt(
     tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chat = new_chat(tiny.model(tiny.config(vocab_size=257, max_seq_len=400)), system="be kind")
     read: list[list[int]] = []
 
-    def noted(
-        model: Decoder, prompts: list[list[int]], *others: Any, **named: Any
-    ) -> Iterator[GeneratedToken]:
-        read.extend(prompts)
-        yield GeneratedToken(0, ord("y"), None)
-        yield GeneratedToken(0, 256, "stop")
+    def add_request(ids: list[int], params: SamplingParams) -> int:
+        read.append(ids)
+        assert params.stop == ("<|im_end|>",)
+        monkeypatch.setattr(InferenceEngine, "has_unfinished", True)
+        return 0
 
-    monkeypatch.setattr("megalith.infer.chat.generate", noted)
-    model, tokenizer = tiny.model(tiny.config(vocab_size=257, max_seq_len=400)), ByteTokenizer()
-    chat = Chat(
-        TextGenerator(model, tokenizer, frozenset({256})),
-        ChatTemplate("t", BUILT_IN["chatml"], {}),
-        GREEDY,
-        "be kind",
-    )
+    def step() -> list[TokenOutput]:
+        monkeypatch.setattr(InferenceEngine, "has_unfinished", False)
+        return [TokenOutput(0, 0, ord("y"), "y"), TokenOutput(0, 0, 256, finish_reason="stop")]
+
+    monkeypatch.setattr(chat.engine, "add_request", add_request)
+    monkeypatch.setattr(chat.engine, "step", step)
     assert [chat.reply(text, lambda shown: None) for text in ("hello", "why")] == ["y", "y"]
     first = (
         "<|im_start|>system\nbe "
         "kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
     second = first + "y<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
-    assert [tokenizer.decode(ids) for ids in read] == [first, second]
+    assert [ByteTokenizer().decode(ids) for ids in read] == [first, second]
+
+
+def test_interrupted_answer_is_part_of_the_conversation(tiny: SimpleNamespace) -> None:
+    chat = new_chat(tiny.model(tiny.config(vocab_size=257, max_seq_len=400)))
+    shown: list[str] = []
+
+    def interrupt(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.reply("hello", interrupt)
+    answer = chat.messages[-1]
+    # with the incomplete character that was withheld
+    assert answer["role"] == "assistant" and str(answer["content"]).startswith("".join(shown))
+    assert not chat.engine.has_unfinished
+    chat.reply("go on", lambda text: None)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -1,6 +1,8 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,19 +10,19 @@ import torch
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import TokenizerConfig
-from megalith.config.generation import SampleConfig
+from megalith.config.generation import SamplingParams
 from megalith.config.kernels import Kernel
 from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.serve import EngineConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
-from megalith.infer.generate import generate
-from megalith.infer.load import generation_layout, load_text_generator, open_source
+from megalith.infer.load import build_engine, generation_layout, load_text_generator, open_source
 from megalith.kernels.activation import WeightedGatedFunction
 from megalith.kernels.grouped_linear import GroupedLinearFunction
 from megalith.kernels.norm import RMSNormFunction
@@ -29,8 +31,19 @@ from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.mlp import MLP, GatedMLP
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
+from tests.infer.engines import build, run
 
 CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_new_tokens=9, temperature=0.0)
+SEEDED = SamplingParams(max_new_tokens=9, seed=1234)
+
+
+def generate(
+    model: Decoder, prompts: list[list[int]], params: SamplingParams, **engine: Any
+) -> list[int]:
+    """Return the generated tokens of all prompts, one after the other."""
+    outputs = run(build(model, **engine), [(prompt, params) for prompt in prompts])
+    return [token for output in outputs for token in output.outputs[0].token_ids]
 
 
 def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
@@ -48,7 +61,7 @@ def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
     generator = load_text_generator(
         open_source(str(source), 1), build_single_rank_mesh(), CPU, dtype
     )
-    return [w.token for w in generate(generator.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+    return generate(generator.model, [[5, 6, 7]], SEEDED)
 
 
 def test_run_checkpoint_and_hugging_face_folder_generate_the_same_text(
@@ -58,7 +71,7 @@ def test_run_checkpoint_and_hugging_face_folder_generate_the_same_text(
     path = save(tmp_path / "run" / "checkpoints", model, TokenizerConfig())
     convert(open_pretrained(path), tmp_path / "theirs", "huggingface")
     convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
-    expected = [w.token for w in generate(model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+    expected = generate(model, [[5, 6, 7]], SEEDED)
     for source in (tmp_path / "run", path, tmp_path / "theirs", tmp_path / "ours"):
         assert text(source) == expected
 
@@ -73,12 +86,11 @@ def test_generation_supports_reference_kernels(
         generator = load_text_generator(
             open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float64, kernels=kernels
         )
-        return [
-            w.token
-            for w in generate(
-                generator.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9, temperature=0.0)
-            )
-        ]
+        engine = build_engine(generator, EngineConfig())
+        (completion,) = run(engine, [([5, 6, 7], GREEDY)])[0].outputs
+        if completion.cause is not None:
+            raise completion.cause
+        return completion.token_ids
 
     expected = generate_ids("auto")
 
@@ -87,8 +99,8 @@ def test_generation_supports_reference_kernels(
 
     for form in (RMSNormFunction, RopeFunction, WeightedGatedFunction, GroupedLinearFunction):
         monkeypatch.setattr(form, "apply", forbid)
-    for name in ("tiled_attention", "sdpa_attention", "span_attention"):
-        monkeypatch.setattr(f"megalith.kernels.attention.dispatch.{name}", forbid)
+    for name in ("_numba", "_torch"):
+        monkeypatch.setattr(f"megalith.kernels.attention.paged.{name}", forbid)
     assert generate_ids("reference") == expected
     with pytest.raises(AssertionError, match="a fast form runs"):
         generate_ids("auto")
@@ -104,10 +116,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
         else MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=shared)
     )
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
-    prompts, sample = (
-        [[5, 6, 7, 8, 9, 10, 11], [3, 4]],
-        SampleConfig(max_new_tokens=4, temperature=0.0),
-    )
+    prompts, params = [[5, 6, 7, 8, 9, 10, 11], [3, 4]], replace(GREEDY, max_new_tokens=4)
 
     def generate_ids(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
@@ -117,7 +126,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
         reads: list[int] = []
         for mlp in (one for one in generator.model.modules() if isinstance(one, GatedMLP | MLP)):
             mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
-        return [w.token for w in generate(generator.model, prompts, sample)], reads
+        return generate(generator.model, prompts, params), reads
 
     (whole, once), (divided, reads) = generate_ids(1), generate_ids(4)
     assert divided == whole
@@ -150,9 +159,7 @@ def test_mtp_layers_are_neither_built_nor_loaded(
     assert source.model.mtp.num_layers == 1
     generator = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float32)
     assert not any("mtp" in d.shard.name for d, _, _ in iter_parameter_specs(generator.model))
-    expected = [
-        w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))
-    ]
+    expected = generate(tiny.model(config), [[5, 6, 7]], SEEDED)
     assert text(path) == expected
 
 

@@ -218,6 +218,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "kernels.all",
         "kernels.cross_entropy",
         "kernels.dropout",
+        "kernels.small_batch_matmul",
         "kernels.experts",
         "kernels.matmul",
         "kernels.norm",

@@ -21,7 +21,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.hf.families import QWEN2
 from megalith.hf.folder import HFSource, write_folder
-from megalith.infer.generate import build_prefix_state
+from megalith.infer.cache import attention_views
 from megalith.kernels.backend import Backends
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import stacked
@@ -49,6 +49,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
 from megalith.train.objective import sum_eval_losses, sum_lm_losses
 from megalith.verify.matrix import NARROW, PLAIN, VARIANTS
+from tests.infer.engines import SequenceCache
 
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -617,11 +618,12 @@ def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> No
     whole = LayerInputs(with_padding(with_masks(seq_params_from_lengths([14]), [mask]), text))
     ids = ids_of(14)
     with torch.no_grad():
-        expected, kept = model.hidden_states(ids, whole), build_prefix_state(config)
+        expected, cache = model.hidden_states(ids, whole), SequenceCache(attention_views(config))
         assert isinstance(expected, Tensor)
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
             part = seq_params_from_queries([(end - start, end)], reach=[14])
             part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
-            result = model.hidden_states(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
+            caches = cache.layers(start, end - start)
+            result = model.hidden_states(ids[start:end], LayerInputs(part), caches)
             assert isinstance(result, Tensor)
             assert_equals(f"tokens {start} to {end}", result, expected[start:end], FP64)

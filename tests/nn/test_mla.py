@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, RopeConfig
-from megalith.infer.cache import KVCache
-from megalith.kernels.layer_inputs import Attend, LayerInputs
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_queries
-from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
+from megalith.nn.mla import LatentAttention, choose_form, latent_scores
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.tensor import SequenceParallelComm
+from megalith.plan.serving.cache_layout import AttentionView
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, PARITY, assert_close, assert_equals
+from tests.infer.engines import SequenceCache
 
 SIZES: dict[str, Any] = {"kv_rank": 7, "nope_dim": 5, "rope_dim": 4, "value_dim": 3}
 YARN = RopeConfig(
@@ -181,21 +182,16 @@ def test_decoding_with_kv_cache_matches_full_forward(
 ) -> None:
     config = config_of(kind, layers)
     layer = layers.build(LatentAttention, config)
-    x, tokens, cache, read, result = (
-        layers.inputs(9),
-        layers.layer_inputs(config, [9]),
-        KVCache(1),
-        0,
-        [],
-    )
+    x, tokens, read, result = layers.inputs(9), layers.layer_inputs(config, [9]), 0, []
+    cache = SequenceCache([AttentionView(config.attention.window)])
     with torch.no_grad():
         for count in steps:
             now = slice(read, read + count)
-            read += count
             rope = tuple(table[now] for table in tokens.rope)
-            seq_params = seq_params_from_queries([(count, read)])
-            part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
+            seq_params = seq_params_from_queries([(count, read + count)])
+            part = LayerInputs(seq_params, cache=cache.layers(read, count)[0], rope=rope)
             result.append(layer(x[now], part))
+            read += count
         assert_equals("attention", torch.cat(result), layer(x, tokens), FP64)
 
 
@@ -206,13 +202,14 @@ def test_expanded_and_absorbed_forms_match(
 ) -> None:
     config, result = config_of(kind, layers), []
     x, tokens = layers.inputs(9), layers.layer_inputs(config, [9])
-    for form in (absorbed, expanded):
-        layer, cache, read = layers.build(LatentAttention, config), KVCache(1), 0
+    for form in ("absorbed", "expanded"):
+        layer, read = layers.build(LatentAttention, config), 0
+        cache = SequenceCache([AttentionView(config.attention.window)])
         layer.reading = lambda sizes, lengths, form=form: form
         for count in steps:
             rope = tuple(table[read : read + count] for table in tokens.rope)
             seq_params = seq_params_from_queries([(count, read + count)])
-            part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
+            part = LayerInputs(seq_params, cache=cache.layers(read, count)[0], rope=rope)
             with torch.no_grad():
                 result.append(layer(x[read : read + count], part))
             read += count
@@ -226,20 +223,20 @@ def test_expanded_and_absorbed_forms_match(
 
 def test_prefill_is_expanded_and_decoding_absorbed() -> None:
     large = MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-    assert choose_form(large, [(4096, 4096)]) is expanded
-    assert choose_form(large, [(1, 2)]) is absorbed
-    assert choose_form(large, [(1, 900), (1, 30)]) is absorbed
+    assert choose_form(large, [(4096, 4096)]) == "expanded"
+    assert choose_form(large, [(1, 2)]) == "absorbed"
+    assert choose_form(large, [(1, 900), (1, 30)]) == "absorbed"
     # MatmulOps of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each
     # pair.
-    assert choose_form(large, [(4096, 8192)]) is expanded
-    assert choose_form(large, [(64, 8192)]) is absorbed
+    assert choose_form(large, [(4096, 8192)]) == "expanded"
+    assert choose_form(large, [(64, 8192)]) == "absorbed"
     for queries, keys in ((16, 64), (300, 5000), (2, 3)):
         pairs = sum(keys - ago for ago in range(queries))
         costs = {
-            expanded: keys * 512 * 256 + pairs * (128 + 64 + 128),
-            absorbed: queries * 512 * 256 + pairs * (576 + 512),
+            "expanded": keys * 512 * 256 + pairs * (128 + 64 + 128),
+            "absorbed": queries * 512 * 256 + pairs * (576 + 512),
         }
-        assert choose_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
+        assert choose_form(large, [(queries, keys)]) == min(costs, key=costs.__getitem__)
 
 
 def test_training_always_uses_the_expanded_form(layers: SimpleNamespace) -> None:
@@ -256,11 +253,9 @@ class Sizes:
     def __init__(self) -> None:
         self.values = 0
 
-    def attend(
-        self, core: Attend, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
-    ) -> Tensor:
-        self.values = k[0].numel() + v[0].numel()
-        return core(q, k, v, *others, **options)
+    def read(self, rows: Tensor) -> Tensor:
+        self.values = rows[0].numel()
+        return rows
 
 
 def test_kv_cache_stores_the_latent_vector_and_the_shared_key(layers: SimpleNamespace) -> None:

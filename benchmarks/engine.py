@@ -1,0 +1,163 @@
+"""Inference engine beside the continuous batching of transformers, on this CPU, with the same
+weights.
+
+    python benchmarks/engine.py [--models 29m,110m] [--requests 1,4,16,64] [--threads 2]
+
+Requests have mixed prompt lengths, arrive together and generate greedily without stopping at an end
+token. All contenders take turns in one process. A line shows output tokens per second and how many
+times as fast the engine is: the median over the rounds of the ratio of two times of the same round,
+and its quartiles. Before, the tokens of both are compared in fp32.
+"""
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from paired import take_turns, times_as_fast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from megalith.config.generation import SamplingParams
+from megalith.config.serve import EngineConfig
+from megalith.infer.llm import LLM, load_generator
+from megalith.kernels.cpu_threads import keep_freed_memory
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
+    "29m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8},
+    "110m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
+}
+VOCAB = {"tiny": 512, "29m": 8192, "110m": 32000}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one measurement."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+
+
+def save_llama(name: str, folder: str) -> None:
+    """Save a Llama with random weights."""
+    heads = SIZES[name]["hidden_size"] // 64
+    config = LlamaConfig(
+        **SIZES[name],
+        vocab_size=VOCAB[name],
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def build_load(name: str, num_requests: int, new_tokens: int) -> Load:
+    """Return requests with prompts of 16 to 256 tokens."""
+    draw = random.Random(num_requests)
+    lengths = [
+        round(math.exp(draw.uniform(math.log(16), math.log(256)))) for _ in range(num_requests)
+    ]
+    prompts = [[draw.randrange(1, VOCAB[name]) for _ in range(length)] for length in lengths]
+    return Load(prompts, new_tokens)
+
+
+def engine_contender(llm: LLM, load: Load) -> Callable[[], list[list[int]]]:
+    """Return a call that generates with the engine."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=load.new_tokens, ignore_eos=True)
+
+    def generate() -> list[list[int]]:
+        llm.engine.scheduler.reset_prefix_cache()  # each round computes all prompts
+        return [one.outputs[0].token_ids for one in llm.generate(load.prompts, params)]
+
+    return generate
+
+
+def sequential_contender(llm: LLM, load: Load) -> Callable[[], list[list[int]]]:
+    """Return a call that generates one request after the other with the engine."""
+    one_by_one = [engine_contender(llm, Load([prompt], load.new_tokens)) for prompt in load.prompts]
+    return lambda: [generate()[0] for generate in one_by_one]
+
+
+def transformers_contender(model: Any, load: Load) -> Callable[[], list[list[int]]]:
+    """Return a call of transformers' continuous batching."""
+    config = GenerationConfig(
+        max_new_tokens=load.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+
+    def generate() -> list[list[int]]:
+        results = model.generate_batch(
+            load.prompts, generation_config=config, persistent_manager=True
+        )
+        by_prompt = {tuple(one.prompt_ids): one.generated_tokens for one in results.values()}
+        return [list(by_prompt[tuple(prompt)]) for prompt in load.prompts]
+
+    return generate
+
+
+def main() -> None:
+    """Print a line for every model and number of requests."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="29m,110m")
+    parser.add_argument("--requests", default="1,4,16,64")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtypes", default="fp32,bf16", help="the peer uses its faster one")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    ratios = []
+    for name in options.models.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            save_llama(name, folder)
+            for count in map(int, options.requests.split(",")):
+                ratios.append(measure(name, folder, count, options))
+    print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
+
+
+def measure(name: str, folder: str, count: int, options: argparse.Namespace) -> float:
+    """Measure one number of requests; returns how many times as fast the engine's faster dtype is
+    as the peer's faster dtype."""
+    load = build_load(name, count, options.new_tokens)
+    contenders: dict[str, Callable[[], list[list[int]]]] = {}
+    for dtype_name in options.dtypes.split(","):
+        dtype = DTYPES[dtype_name]
+        llm = LLM(load_generator(folder, dtype=dtype), config=EngineConfig(max_num_seqs=64))
+        contenders[f"engine {dtype_name}"] = engine_contender(llm, load)
+        if count == 16 and dtype_name == "fp32":
+            contenders["engine, one by one"] = sequential_contender(llm, load)
+        peer = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        contenders[f"transformers {dtype_name}"] = transformers_contender(peer, load)
+    if "engine fp32" in contenders:
+        same = contenders["engine fp32"]() == contenders["transformers fp32"]()
+        print(f"{name}, {count} requests: {'the same' if same else 'OTHER'} tokens")
+    turns = take_turns(contenders, rounds=options.rounds, warmup=1)
+    num_tokens = count * options.new_tokens
+    medians = {key: statistics.median(values) for key, values in turns.seconds.items()}
+    for key, seconds in medians.items():
+        print(f"  {key:22} {num_tokens / seconds:9.1f} tokens/s")
+    best = {
+        system: min(
+            (key for key in medians if key.startswith(f"{system} ")), key=medians.__getitem__
+        )
+        for system in ("engine", "transformers")
+    }
+    ratio = times_as_fast(turns.seconds[best["engine"]], turns.seconds[best["transformers"]])
+    print(f"  {best['engine']} / {best['transformers']}: {ratio}")
+    if "engine, one by one" in medians:
+        speedup = times_as_fast(turns.seconds["engine fp32"], turns.seconds["engine, one by one"])
+        print(f"  batched / one by one: {speedup}")
+    return ratio.median
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Settings of the inference engine: KV cache, batching and limits."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megalith.config.fields import Example, Ge, Gt, Le
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV cache of the inference engine."""
+
+    block_size: Annotated[int, Ge(1), Example(16)] = 16
+    """Tokens per block of the KV cache."""
+
+    num_blocks: Annotated[int | None, Ge(1), Example(1024)] = None
+    """Number of blocks. Unset: as many as memory_fraction allows, and at most as many as
+    max_num_seqs sequences of maximum length need."""
+
+    memory_fraction: Annotated[float, Gt(0), Le(1), Example(0.3)] = 0.3
+    """Fraction of the memory that is free after loading the model which the KV cache may use."""
+
+    prefix_caching: bool = True
+    """Reuse the keys and values of a common prefix with an earlier request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Batching, limits and random seed of the inference engine."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    max_num_seqs: Annotated[int, Ge(1), Example(64)] = 64
+    """Maximum number of sequences in a step."""
+
+    max_num_batched_tokens: Annotated[int, Ge(1), Example(512)] = 512
+    """Maximum number of tokens in a step: one of each decoded sequence, the rest are prompts."""
+
+    min_prefill_chunk_tokens: Annotated[int, Ge(1), Example(16)] = 16
+    """Minimum number of tokens of a prompt that a step processes, unless fewer are left."""
+
+    max_model_len: Annotated[int | None, Ge(1), Example(4096)] = None
+    """Maximum number of tokens of a sequence, prompt and output. Unset: the model's context
+    length."""
+
+    batching: Literal["continuous", "static"] = "continuous"
+    """continuous: requests join and leave the batch at every step; static: a new batch starts
+    when all requests of the previous one are finished."""
+
+    batch_invariant: bool = False
+    """Whether results are bitwise independent of the other requests in the batch."""
+
+    seed: int = 1234
+    """Seed from which the seeds of requests without one are derived."""

@@ -1,0 +1,628 @@
+"""Inference engine: requests that arrive and finish at any time share the steps of one model.
+
+Each step, the scheduler plans which tokens of which sequences are processed, the runner executes
+the plan, and the engine samples the next tokens. The tokens of a request do not depend on the other
+requests: sampling is keyed by (seed, choice, position), and attention of a row reads only its own
+blocks.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.config.generation import SamplingParams, sampling_problems
+from megalith.config.model import ModelConfig
+from megalith.config.serve import EngineConfig
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import CheckpointError, DataError, raise_all
+from megalith.infer.cache import PagedKVCache, scheduler_config
+from megalith.infer.outputs import Completion, RequestOutput, Timings, TokenOutput
+from megalith.infer.runner import ModelRunner, StepLogits
+from megalith.infer.sample import (
+    SampledToken,
+    SampleRow,
+    TokenCounts,
+    encode_bad_words,
+    prompt_logprobs,
+    sample_tokens,
+)
+from megalith.infer.stopping_criteria import Finish, StoppingCriteria
+from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits
+from megalith.kernels.rope import rope_length
+from megalith.models.decoder import Decoder
+from megalith.plan.keys import key
+from megalith.plan.serving.scheduler import (
+    BlockCopy,
+    PlannedRow,
+    Scheduler,
+    SchedulerStats,
+    SequenceState,
+    StepPlan,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCallback(Protocol):
+    """Observes an engine: metrics, access log, timeline. Methods are called by the engine's thread
+    and must not block."""
+
+    def on_request(self, request: RequestOutput) -> None:
+        """A request was added."""
+
+    def on_step(self, plan: StepPlan, stats: SchedulerStats, seconds: float) -> None:
+        """A step was executed."""
+
+    def on_token(self, output: TokenOutput) -> None:
+        """A token was generated."""
+
+    def on_finish(self, request: RequestOutput) -> None:
+        """All choices of a request are finished."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A sequence in generation: one choice of a request."""
+
+    request: "_Request"
+    completion: Completion
+    state: SequenceState
+    stopping: StoppingCriteria
+    counts: TokenCounts | None
+    """Counts of its tokens, if penalties need them."""
+
+
+@dataclass(slots=True)
+class _Request:
+    output: RequestOutput
+    params: SamplingParams
+    seed: int
+    deadline: float | None
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    choices: list[_Choice] = field(default_factory=list)
+    """The first choice, and after its first token the others."""
+
+
+class _RowFailure(NamedTuple):
+    """A row whose request fails, with the error."""
+
+    row: PlannedRow
+    error: BaseException
+
+
+class InferenceEngine:
+    """Continuous batching of requests over one model.
+
+    `add_request`, then `step` until `has_unfinished` is False. All tensor-parallel ranks make the
+    same calls in the same order, and sample the same tokens. Not thread-safe: see `infer/llm.py`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedKVCache,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        callbacks: Sequence[EngineCallback] = (),
+        limits: SmallBatchLimits = NO_ROWS,
+    ) -> None:
+        """`max_model_len`: maximum number of tokens of a sequence; `eos_token_ids`: tokens that end
+        a text; without a tokenizer outputs have no text; `limits`: see `ModelRunner`."""
+        self.model_config, self.config, self.max_model_len = model.config, config, max_model_len
+        self.runner = ModelRunner(model, cache, limits=limits)
+        self.scheduler = Scheduler(scheduler_config(config, cache))
+        self._tokenizer, self._eos = tokenizer, eos_token_ids
+        self._callbacks = callbacks
+        self._tensor_parallel = model.tp_comm.group.size > 1
+        self._requests: dict[int, _Request] = {}
+        self._choices: dict[int, _Choice] = {}
+        """By sequence number, under which the scheduler knows a choice."""
+        self._num_requests = self._num_sequences = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        salt: bytes = b"",
+        arrived: float | None = None,
+    ) -> int:
+        """Add a request and return its number.
+
+        `salt`: requests with different salts share no cached prefix; `arrived`: when it reached the
+        front end, on the monotonic clock.
+
+        Raises:
+            ConfigError: the sampling parameters are invalid.
+            DataError: the prompt is empty, too long, or has unknown ids.
+        """
+        problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
+        problems = problems or text_problems(params, self._tokenizer)
+        if params.deadline_s is not None and self._tensor_parallel:
+            problems.append(
+                f"deadline_s={params.deadline_s}: the clocks of tensor-parallel ranks differ, so "
+                "they would not end the request in the same step. Leave it unset, and abort the "
+                "request on all ranks."
+            )
+        raise_all(problems)
+        check_prompt(prompt_token_ids, self.model_config, self.max_model_len, params)
+        number = self._num_requests
+        arrived = time.monotonic() if arrived is None else arrived
+        output = RequestOutput(
+            number,
+            list(prompt_token_ids),
+            [Completion(index) for index in range(params.n)],
+            Timings(arrived),
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+        )
+        seed = key(self.config.seed, "request", str(number)) if params.seed is None else params.seed
+        deadline = None if params.deadline_s is None else arrived + params.deadline_s
+        bad_word_ids = (
+            () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
+        )
+        request = _Request(output, params, seed, deadline, bad_word_ids)
+        if params.cache_salt is not None:
+            salt = b"\0".join([salt, params.cache_salt.encode()])
+        choice = self._new_choice(request, 0, salt)
+        self.scheduler.add(choice.state, max_total_tokens=self._max_total_tokens(request))
+        self._num_requests += 1
+        self._register(choice)
+        self._requests[number] = request
+        self._notify("on_request", output)
+        return number
+
+    def step(self) -> list[TokenOutput]:
+        """Execute one step; returns the generated tokens. Without anything to schedule it returns
+        at once.
+
+        An error fails the requests whose rows caused it, or all of the step if it is not known
+        which; the others continue.
+        """
+        outputs = self._expire()
+        started = time.monotonic()
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            self.scheduler.complete(plan)
+            return outputs
+        for row in plan.rows:
+            choice = self._choices[row.request_id]
+            result = choice.request.output
+            if result.timings.scheduled is None:
+                result.timings.scheduled = started
+                result.num_cached_tokens = choice.state.num_cached_tokens
+        logits, failures = self._execute(plan)
+        failed = frozenset(failure.row.request_id for failure in failures)
+        for failure in failures:
+            outputs += self._fail(failure)
+        self.scheduler.complete(plan)
+        if logits is not None:
+            try:
+                self._sample(plan, logits, failed, outputs)
+            except BaseException as error:
+                # Sequences without their next token would never be scheduled again.
+                for row in plan.rows:
+                    outputs += self._fail(_RowFailure(row, error))
+                if not isinstance(error, Exception):
+                    raise
+        if self._callbacks:
+            seconds = time.monotonic() - started
+            self._notify("on_step", plan, self.scheduler.make_stats(), seconds)
+        return outputs
+
+    def abort(self, request_id: int) -> list[TokenOutput]:
+        """End a request now and release its blocks; unknown and finished requests are ignored."""
+        request = self._requests.get(request_id)
+        return [] if request is None else self._end_request(request, "abort")
+
+    def describe(self) -> str:
+        """Describe the KV cache, the limits and the attention of this engine in one line."""
+        cache, config = self.runner.cache, self.config
+        groups = len(cache.plan.layout.groups)
+        mib = cache.num_blocks * cache.block_size * cache.plan.bytes_per_token / 2**20
+        attention = "gathered keys" if self.model_config.positions == "relative" else "paged"
+        return (
+            f"inference engine: {cache.num_blocks} KV cache blocks of {cache.block_size} tokens in "
+            f"{groups} groups, up to {mib:.1f} MiB; at most {config.max_num_seqs} sequences of "
+            f"{self.max_model_len} tokens, {config.max_num_batched_tokens} tokens per step; "
+            f"attention: {attention}; small-batch matmuls: {self.runner.limits}"
+        )
+
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether a request is waiting or running."""
+        return request_id in self._requests
+
+    def output_of(self, request_id: int) -> RequestOutput:
+        """Return the state of an unfinished request."""
+        return self._requests[request_id].output
+
+    # --- requests
+
+    def _new_choice(self, request: _Request, index: int, salt: bytes) -> _Choice:
+        params, prompt = request.params, request.output.prompt_token_ids
+        total = self._max_total_tokens(request)
+        recompute_length, depends_on_step = rope_constraints(self.model_config, total)
+        state = SequenceState(
+            request_id=self._num_sequences,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            priority=params.priority,
+            salt=salt,
+            reads_prefix_cache=params.prompt_logprobs is None,
+            recompute_length=recompute_length,
+            one_token_after_prompt=depends_on_step,
+        )
+        self._num_sequences += 1
+        stopping = StoppingCriteria(
+            params,
+            eos_ids=self._eos,
+            prompt_ids=prompt,
+            max_total_tokens=self.max_model_len,
+            tokenizer=self._tokenizer,
+        )
+        counts = TokenCounts(prompt) if params.has_penalties else None
+        return _Choice(request, request.output.outputs[index], state, stopping, counts)
+
+    def _max_total_tokens(self, request: _Request) -> int:
+        """Return the largest number of tokens that a choice of a request can have."""
+        if request.params.max_new_tokens is None:
+            return self.max_model_len
+        total = len(request.output.prompt_token_ids) + request.params.max_new_tokens
+        return min(total, self.max_model_len)
+
+    def _register(self, choice: _Choice) -> None:
+        choice.request.choices.append(choice)
+        self._choices[choice.state.request_id] = choice
+
+    def _end_choice(
+        self,
+        choice: _Choice,
+        reason: Finish,
+        *,
+        error: str | None = None,
+        cause: Exception | None = None,
+    ) -> TokenOutput:
+        """End a choice without a token; returns its last output, with the text held back so far."""
+        output = TokenOutput(
+            choice.request.output.request_id,
+            choice.completion.index,
+            None,
+            choice.stopping.flush(),
+            finish_reason=reason,
+            error=error,
+            cause=cause,
+        )
+        self._record(choice, output)
+        return output
+
+    def _end_request(
+        self,
+        request: _Request,
+        reason: Finish,
+        *,
+        error: str | None = None,
+        cause: Exception | None = None,
+    ) -> list[TokenOutput]:
+        """End all unfinished choices of a request."""
+        outputs = [
+            self._end_choice(choice, reason, error=error, cause=cause)
+            for choice in list(request.choices)
+            if choice.completion.finish_reason is None
+        ]
+        for completion in request.output.outputs[len(request.choices) :]:
+            output = TokenOutput(
+                request.output.request_id,
+                completion.index,
+                None,
+                finish_reason=reason,
+                error=error,
+                cause=cause,
+            )
+            completion.add(output)
+            self._notify("on_token", output)
+            outputs.append(output)
+        self._finish_request(request)
+        return outputs
+
+    def _record(self, choice: _Choice, output: TokenOutput) -> None:
+        """Add an output to its choice, and end the choice and the request if it is the last."""
+        choice.completion.add(output)
+        self._notify("on_token", output)
+        if output.finish_reason is None:
+            return
+        number = choice.state.request_id
+        request = choice.request
+        request.output.num_preemptions += choice.state.num_preemptions
+        self.scheduler.finish(number)
+        self.runner.cache.drop_states(number)
+        del self._choices[number]
+        self._finish_request(request)
+
+    def _finish_request(self, request: _Request) -> None:
+        if request.output.finished and request.output.request_id in self._requests:
+            request.output.timings.finished = time.monotonic()
+            del self._requests[request.output.request_id]
+            self._notify("on_finish", request.output)
+
+    def _expire(self) -> list[TokenOutput]:
+        """End the requests whose deadline has passed."""
+        now = time.monotonic()
+        outputs: list[TokenOutput] = []
+        for request in list(self._requests.values()):
+            if request.deadline is not None and now > request.deadline:
+                error = (
+                    f"deadline_s={request.params.deadline_s}: the request was not finished in "
+                    "time. Use a longer deadline, or fewer tokens."
+                )
+                outputs += self._end_request(request, "error", error=error)
+        return outputs
+
+    # --- the forward pass, and errors in it
+
+    def _execute(self, plan: StepPlan) -> tuple[StepLogits | None, list[_RowFailure]]:
+        """Execute a plan; if it fails, execute its rows one by one, so that only the rows that
+        cause the error fail."""
+        states = {row.request_id: self._choices[row.request_id].state for row in plan.rows}
+        try:
+            return self.runner.execute(plan, states, self._needs_prompt_logits(plan)), []
+        except Exception as error:
+            if self._tensor_parallel:
+                # The ranks would not agree on the next collective, so nothing is tried again.
+                return None, [_RowFailure(row, error) for row in plan.rows]
+            logger.warning("a step of %d rows failed; executing them one by one", len(plan.rows))
+            return self._execute_rows(plan, states)
+        except BaseException:
+            self.scheduler.discard(plan)
+            raise
+
+    def _needs_prompt_logits(self, plan: StepPlan) -> frozenset[int]:
+        """Return the sequences whose prompt log-probs are requested and not complete."""
+        numbers = []
+        for row in plan.rows:
+            output = self._choices[row.request_id].request.output
+            recorded = output.prompt_logprobs
+            if recorded is not None and len(recorded) < len(output.prompt_token_ids) - 1:
+                numbers.append(row.request_id)
+        return frozenset(numbers)
+
+    def _execute_rows(
+        self, plan: StepPlan, states: dict[int, SequenceState]
+    ) -> tuple[StepLogits | None, list[_RowFailure]]:
+        """Execute the rows of a plan one by one, and long rows that fail in two parts, which need
+        less memory."""
+        copies = plan.copies
+        parts: list[StepLogits] = []
+        failures: list[_RowFailure] = []
+        try:
+            for row in plan.rows:
+                try:
+                    parts.append(self._execute_row(row, copies, states))
+                except Exception as error:  # reported to the request
+                    failures.append(_RowFailure(row, error))
+                copies = ()  # again, they would overwrite what the row has stored
+        except BaseException:
+            self.scheduler.discard(plan)
+            raise
+        if not parts:
+            return None, failures
+        prompt = {number: rows for part in parts for number, rows in part.prompt.items()}
+        return StepLogits(torch.cat([part.next_token for part in parts]), prompt), failures
+
+    def _execute_row(
+        self, row: PlannedRow, copies: tuple[BlockCopy, ...], states: dict[int, SequenceState]
+    ) -> StepLogits:
+        plan = StepPlan((row,), copies, ())
+        wanted = self._needs_prompt_logits(plan)
+        try:
+            return self.runner.execute(plan, states, wanted)
+        except Exception:
+            if row.count == 1 or wanted:
+                raise
+        half = row.count // 2
+        first = replace(row, count=half, samples=False)
+        rest = replace(row, start=row.start + half, count=row.count - half)
+        self.runner.execute(StepPlan((first,), copies, ()), states)
+        return self.runner.execute(StepPlan((rest,), (), ()), states)
+
+    def _fail(self, failure: _RowFailure) -> list[TokenOutput]:
+        choice = self._choices.get(failure.row.request_id)
+        if choice is None:
+            return []
+        error = failure.error
+        logger.error(
+            "a step of request %d failed", choice.request.output.request_id, exc_info=error
+        )
+        text = (
+            f"this request failed: {type(error).__name__}: {error}. Send it again; if it fails "
+            "again, report it with this text."
+        )
+        cause = error if isinstance(error, Exception) else None
+        return self._end_request(choice.request, "error", error=text, cause=cause)
+
+    def _notify(self, event: str, *arguments: object) -> None:
+        """Call a method of every callback. An error in it does not affect requests."""
+        for callback in self._callbacks:
+            try:
+                getattr(callback, event)(*arguments)
+            except Exception:
+                logger.exception("%s of %s failed", event, type(callback).__name__)
+
+    # --- sampling
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        logits: StepLogits,
+        failed: frozenset[int],
+        outputs: list[TokenOutput],
+    ) -> None:
+        """Sample the next tokens of the rows whose last known token was processed, and add them to
+        the outputs. Rows that failed have no logits."""
+        for number, prompt_rows in logits.prompt.items():
+            outputs += self._add_prompt_logprobs(plan, number, prompt_rows)
+        choices: list[_Choice] = []
+        indices: list[int] = []
+        sampling = [row for row in plan.rows if row.samples and row.request_id not in failed]
+        for index, row in enumerate(sampling):
+            choice = self._choices.get(row.request_id)
+            if choice is None:  # its prompt log-probs are not finite
+                continue
+            if choice.request.params.max_new_tokens == 0:
+                outputs += self._end_request(choice.request, "length")
+                continue
+            siblings = self._fork(choice)
+            choices += siblings
+            indices += [index] * len(siblings)
+        if not choices:
+            return
+        rows = [
+            SampleRow(
+                params=choice.request.params,
+                seed=choice.request.seed,
+                choice=choice.completion.index,
+                position=len(choice.state.token_ids),
+                prompt_ids=choice.request.output.prompt_token_ids,
+                output_ids=choice.completion.token_ids,
+                counts=choice.counts,
+                end_ids=choice.stopping.end_ids,
+                bad_word_ids=choice.request.bad_word_ids,
+            )
+            for choice in choices
+        ]
+        sampled = sample_tokens(
+            _select(logits.next_token, indices), rows, vocab_size=self.model_config.vocab_size
+        )
+        for choice, token in zip(choices, sampled, strict=True):
+            outputs.append(self._append(choice, token))
+
+    def _fork(self, choice: _Choice) -> list[_Choice]:
+        """Return the choices that sample from the logits of `choice`: after the prompt all choices
+        of its request, which share the blocks of the prompt; else the choice itself."""
+        request = choice.request
+        if len(request.choices) == request.params.n:
+            return [choice]
+        for index in range(1, request.params.n):
+            child = self._new_choice(request, index, choice.state.salt)
+            child.state.salt = choice.state.salt
+            self.scheduler.fork(choice.state.request_id, child.state)
+            self.runner.cache.copy_states(choice.state.request_id, child.state.request_id)
+            self._register(child)
+        return list(request.choices)
+
+    def _append(self, choice: _Choice, sampled: SampledToken) -> TokenOutput:
+        """Append a sampled token to its sequence; returns the output."""
+        timings = choice.request.output.timings
+        if timings.first_token is None:
+            timings.first_token = time.monotonic()
+        if sampled.error is not None:
+            return self._end_choice(choice, "error", error=sampled.error)
+        stop = choice.stopping.check(sampled.token)
+        self.scheduler.append_token(choice.state.request_id, sampled.token)
+        output = TokenOutput(
+            choice.request.output.request_id,
+            choice.completion.index,
+            sampled.token,
+            stop.text,
+            sampled.logprobs,
+            stop.finish,
+            stop.stop_reason,
+        )
+        self._record(choice, output)
+        if choice.counts is not None:
+            choice.counts.update(choice.completion.token_ids)
+        return output
+
+    def _add_prompt_logprobs(
+        self, plan: StepPlan, number: int, logits: Tensor
+    ) -> list[TokenOutput]:
+        """Add the log-probs of the prompt tokens after the processed ones; returns the outputs of
+        the request if they are not finite. A preempted request processes its prompt again; each
+        log-prob is added once."""
+        choice = self._choices[number]
+        request = choice.request
+        recorded = request.output.prompt_logprobs
+        assert recorded is not None and request.params.prompt_logprobs is not None
+        start = next(row.start for row in plan.rows if row.request_id == number)
+        new = logits[max(0, len(recorded) - start) :]
+        first = len(recorded) + 1
+        next_tokens = request.output.prompt_token_ids[first : first + len(new)]
+        try:
+            recorded += prompt_logprobs(
+                new,
+                next_tokens,
+                request.params.prompt_logprobs,
+                vocab_size=self.model_config.vocab_size,
+            )
+        except CheckpointError as error:
+            return self._end_request(request, "error", error=str(error))
+        return []
+
+
+def _select(logits: Tensor, indices: list[int]) -> Tensor:
+    """Return the rows of logits [rows, v]; the tensor itself if they are all rows in order."""
+    if indices == list(range(len(logits))):
+        return logits
+    return logits[torch.tensor(indices, device=logits.device)]
+
+
+def rope_constraints(model: ModelConfig, max_total_tokens: int) -> tuple[int | None, bool]:
+    """Return the length at which the cache of a sequence is computed again (LongRoPE), and whether
+    the rotary frequencies of its tokens depend on the length at which they are processed (dynamic
+    NTK). Neither applies to sequences of the original context length."""
+    if model.positions != "rope" or rope_length(model.rope, max_total_tokens) == 0:
+        return None, False
+    if model.rope.scaling == "longrope":
+        return model.rope.original_max_position + 1, False
+    return None, True
+
+
+def text_problems(params: SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
+    """Return a message for every parameter that needs a tokenizer, if there is none."""
+    if tokenizer is not None:
+        return []
+    return [
+        f"{name}={list(value)}: the model has no tokenizer. Use stop_token_ids or "
+        "allowed_token_ids."
+        for name, value in (("stop", params.stop), ("bad_words", params.bad_words))
+        if value
+    ]
+
+
+def check_prompt(
+    prompt_token_ids: Sequence[int],
+    model: ModelConfig,
+    max_model_len: int,
+    params: SamplingParams,
+) -> None:
+    """Check that the model can process a prompt and generate at least one token, or score it.
+
+    Raises:
+        DataError: it is empty, too long, or has unknown ids.
+    """
+    length = len(prompt_token_ids)
+    if not length:
+        raise DataError(f"the prompt has {length} tokens: pass at least one.")
+    longest = max_model_len - (params.max_new_tokens != 0)
+    if length > longest:
+        raise DataError(
+            f"the prompt has {length} tokens, but the context is {max_model_len} tokens including "
+            f"new ones. Use a prompt of at most {longest} tokens."
+        )
+    unknown = [token for token in prompt_token_ids if not 0 <= token < model.vocab_size]
+    if unknown:
+        raise DataError(
+            f"the prompt has token {unknown[0]}, but the ids of the model are below "
+            f"{model.vocab_size}. Use the tokenizer that the model was trained with."
+        )

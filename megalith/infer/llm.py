@@ -1,0 +1,391 @@
+"""`LLM` and `AsyncLLM`: generation with a model by name, without sockets or other processes."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+import torch
+
+from megalith.config.generation import SamplingParams
+from megalith.config.kernels import Kernel
+from megalith.config.serve import EngineConfig
+from megalith.data.chat_template import Message, find_template
+from megalith.errors import ConfigError, DataError, UserError
+from megalith.infer.chat import select_template, with_turn_end
+from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.generate import encode_prompt
+from megalith.infer.load import TextGenerator, build_engine, load_text_generator, open_source
+from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.parallel.mesh import build_single_rank_mesh
+
+logger = logging.getLogger(__name__)
+
+Prompt: TypeAlias = str | Sequence[int]
+"""A text, or token ids, which are used unchanged."""
+
+DEFAULT_PARAMS = SamplingParams()
+DEFAULT_CONFIG = EngineConfig()
+
+
+def load_generator(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    kernels: Kernel = "auto",
+    base: str | None = None,
+) -> TextGenerator:
+    """Load a run, a checkpoint or a Hugging Face folder for generation in this process.
+
+    `dtype`: default bf16 on a GPU, fp32 on a CPU; `base`: base model of adapters.
+
+    Raises:
+        CheckpointError, ConfigError, DataError: the source cannot be read or cannot generate text.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if accelerator is None else accelerator
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    opened = open_source(str(source), 1, base=base)
+    return load_text_generator(opened, build_single_rank_mesh(), device, dtype, kernels=kernels)
+
+
+class LLM:
+    """Generates text from lists of prompts.
+
+    Example: `LLM("runs/sft_tiny").generate(["2 + 2 ="])[0].outputs[0].text`
+    """
+
+    def __init__(
+        self,
+        model: str | Path | TextGenerator,
+        *,
+        config: EngineConfig = DEFAULT_CONFIG,
+        dtype: torch.dtype | None = None,
+        kernels: Kernel = "auto",
+        callbacks: Sequence[EngineCallback] = (),
+    ) -> None:
+        """`model`: a run, a checkpoint, a Hugging Face folder, or a loaded model; `dtype` and
+        `kernels`: of a model that is loaded here."""
+        if not isinstance(model, TextGenerator):
+            model = load_generator(model, dtype=dtype, kernels=kernels)
+        self.generator = model
+        self.engine = build_engine(model, config, callbacks=callbacks)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+    ) -> list[RequestOutput]:
+        """Generate from one prompt or several; returns a result for each, in order.
+
+        `params`: for all prompts, or one for each.
+
+        Raises:
+            ConfigError: sampling parameters are invalid, or are not as many as the prompts.
+            DataError: a prompt is invalid; its index is named.
+        """
+        outputs: list[RequestOutput] = []
+        try:
+            for index, (prompt, own_params) in enumerate(pair_prompts(prompts, params)):
+                outputs.append(_add_request(self.engine, self.generator, prompt, own_params, index))
+            while self.engine.has_unfinished:
+                self.engine.step()
+        except BaseException:
+            for output in outputs:
+                self.engine.abort(output.request_id)
+            raise
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        template_name: str | None = None,
+    ) -> RequestOutput:
+        """Generate the next message of a conversation.
+
+        `template_name`: a built-in chat template or a Jinja file; unset: that of the run that tuned
+        the model, else the tokenizer's.
+
+        Raises:
+            ConfigError: the sampling parameters are invalid.
+            DataError: there is no template, or it rejects the messages.
+        """
+        tokenizer, source = self.generator.tokenizer, self.generator.source
+        if source is None:
+            template = find_template(template_name, tokenizer, None, setting="template_name")
+        else:
+            template = select_template(source, tokenizer, template_name)
+        ids = tokenizer.encode_marked(template.render(list(messages), prompt=True))
+        return self.generate([ids], with_turn_end(params, template, tokenizer))[0]
+
+
+def pair_prompts(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Return (prompt, parameters) of every request.
+
+    Raises:
+        ConfigError: there are not as many parameters as prompts.
+        DataError: a prompt is neither text nor a list of ids; its index is named.
+    """
+    several: list[Prompt]
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        several = [prompts]  # type: ignore[list-item]  # narrowed by the elements
+    else:
+        several = list(prompts)  # type: ignore[arg-type]
+    for index, prompt in enumerate(several):
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+        ):
+            raise DataError(
+                f"prompts[{index}]={prompt!r:.60} is a {type(prompt).__name__}: must be text or a "
+                "list of token ids, such as [17, 4]."
+            )
+    if isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in several]
+    if len(params) != len(several):
+        raise ConfigError(
+            f"params has {len(params)} entries for {len(several)} prompts. Pass one SamplingParams "
+            "for all prompts, or one for each."
+        )
+    return list(zip(several, params, strict=True))
+
+
+def _add_request(
+    engine: InferenceEngine,
+    generator: TextGenerator,
+    prompt: Prompt,
+    params: SamplingParams,
+    index: int,
+) -> RequestOutput:
+    """Add a request; its result grows with every step."""
+    try:
+        ids = encode_prompt(prompt, generator.tokenizer) if isinstance(prompt, str) else prompt
+        output = engine.output_of(engine.add_request(ids, params))
+    except UserError as error:
+        raise type(error)(f"prompts[{index}]: {error}") from error
+    output.prompt = prompt if isinstance(prompt, str) else None
+    return output
+
+
+class _Command(Protocol):
+    """Runs on the engine's thread, between two steps."""
+
+    def __call__(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Outputs of a request on their way to the event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: "asyncio.Queue[TokenOutput | BaseException]"
+    num_unfinished: int
+
+    def put(self, item: TokenOutput | BaseException) -> bool:
+        """Pass an output to the event loop; called by the engine's thread. False: the loop is
+        closed."""
+        return _call_soon(self.loop, partial(self.outputs.put_nowait, item))
+
+
+class AsyncLLM:
+    """Generates text for the tasks of an event loop; steps run on a thread of their own.
+
+    An idle engine waits for requests without polling. A cancelled task aborts its request.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | TextGenerator,
+        *,
+        config: EngineConfig = DEFAULT_CONFIG,
+        dtype: torch.dtype | None = None,
+        kernels: Kernel = "auto",
+        callbacks: Sequence[EngineCallback] = (),
+    ) -> None:
+        """Arguments as of `LLM`."""
+        self._llm = LLM(model, config=config, dtype=dtype, kernels=kernels, callbacks=callbacks)
+        self.engine = self._llm.engine
+        """Called by the engine's thread only, until `close`."""
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._streams: dict[int, _Stream] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="megalith-engine", daemon=True)
+        self._thread.start()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
+    ) -> AsyncIterator[TokenOutput]:
+        """Yield the outputs of a request as they are generated; aborts it if the consumer stops.
+
+        Raises:
+            ConfigError, DataError: the request is invalid, or the engine is closed.
+        """
+        stream, request = await self._submit(prompt, params)
+        async with aclosing(self._iterate(stream, request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
+    ) -> RequestOutput:
+        """Return the result of a request when all its choices are finished."""
+        stream, request = await self._submit(prompt, params)
+        async for _ in self._iterate(stream, request):
+            pass
+        return request
+
+    async def _iterate(
+        self, stream: _Stream, request: RequestOutput
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Yield the outputs of a stream; abort its request if the consumer stops."""
+        try:
+            while stream.num_unfinished:
+                item = await stream.outputs.get()
+                if isinstance(item, BaseException):
+                    raise item
+                stream.num_unfinished -= item.finish_reason is not None
+                yield item
+        finally:
+            if stream.num_unfinished:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: int) -> None:
+        """End a request before the next step; unknown and finished requests are ignored."""
+        self._commands.put(partial(self._abort_now, request_id))
+
+    def close(self) -> None:
+        """Abort all requests and end the thread."""
+        with self._lock:
+            is_first, self._closed = not self._closed, True
+            if is_first:
+                self._commands.put(None)
+        self._thread.join()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def _submit(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[_Stream, RequestOutput]:
+        """Add a request on the engine's thread; returns its stream and its result."""
+        arrived = time.monotonic()
+        ((prompt, params),) = pair_prompts([prompt], params)
+        generator = self._llm.generator
+        ids: Sequence[int]
+        if isinstance(prompt, str):  # a long text would delay the other tasks
+            ids = await asyncio.to_thread(encode_prompt, prompt, generator.tokenizer)
+        else:
+            ids = prompt
+        loop = asyncio.get_running_loop()
+        added: asyncio.Future[RequestOutput] = loop.create_future()
+        stream = _Stream(loop, asyncio.Queue(), params.n)
+
+        def add() -> None:
+            try:
+                number = self.engine.add_request(ids, params, arrived=arrived)
+            except Exception as error:  # raised in the task that sent the request
+                _call_soon(loop, partial(_set_exception, added, error))
+                return
+            output = self.engine.output_of(number)
+            output.prompt = prompt if isinstance(prompt, str) else None
+            self._streams[number] = stream
+            if not _call_soon(loop, partial(_set_result, added, output)):
+                self._abort_now(number)
+
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the engine is closed: create a new AsyncLLM.")
+            self._commands.put(add)
+        try:
+            # A cancelled task must not cancel the future, from which the request is known.
+            return stream, await asyncio.shield(added)
+        except asyncio.CancelledError:
+            added.add_done_callback(self._abort_unclaimed)
+            raise
+
+    def _abort_unclaimed(self, added: "asyncio.Future[RequestOutput]") -> None:
+        if not added.cancelled() and added.exception() is None:
+            self.abort(added.result().request_id)
+
+    def _run(self) -> None:
+        """Execute commands and steps until `close`."""
+        while True:
+            if not self.engine.has_unfinished and not self._execute(self._commands.get()):
+                return
+            while not self._commands.empty():
+                if not self._execute(self._commands.get()):
+                    return
+            try:
+                self._deliver(self.engine.step())
+            except Exception as error:
+                logger.exception("the engine failed; all requests end")
+                for request_id, stream in list(self._streams.items()):
+                    stream.put(error)
+                    self.engine.abort(request_id)
+                self._streams.clear()
+
+    def _execute(self, command: _Command | None) -> bool:
+        """Execute a command; False ends the thread."""
+        if command is not None:
+            command()
+            return True
+        for request_id in list(self._streams):
+            self._abort_now(request_id)
+        return False
+
+    def _abort_now(self, request_id: int) -> None:
+        """Abort a request on the engine's thread."""
+        self._deliver(self.engine.abort(request_id))
+
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """Pass outputs to the streams of their requests."""
+        closed: set[int] = set()
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and not stream.put(output):
+                closed.add(output.request_id)
+        for request_id in {output.request_id for output in outputs}:
+            if request_id in closed or not self.engine.is_unfinished(request_id):
+                self._streams.pop(request_id, None)
+        for request_id in closed:  # nobody reads them
+            self.engine.abort(request_id)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:
+    """Run a call on an event loop; False if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _set_result(future: "asyncio.Future[RequestOutput]", output: RequestOutput) -> None:
+    if not future.done():
+        future.set_result(output)
+
+
+def _set_exception(future: "asyncio.Future[RequestOutput]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,102 @@
+"""Results of the inference engine: tokens as they are generated, and finished requests."""
+
+from dataclasses import dataclass, field
+
+from megalith.infer.sample import TokenLogprobs
+from megalith.infer.stopping_criteria import Finish
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A generated token of one choice of a request, or the end of a choice without a token."""
+
+    request_id: int
+    choice: int
+    """Index among the `n` choices of the request."""
+
+    token: int | None
+    """None: the choice ended without a new token (aborted, failed, or max_new_tokens=0)."""
+
+    text: str = ""
+    """Text that became certain with this token; empty without a tokenizer."""
+
+    logprobs: TokenLogprobs | None = None
+    """Log-probs, if requested."""
+
+    finish_reason: Finish | None = None
+    """Set for the last output of the choice."""
+
+    stop_reason: int | str | None = None
+    """Token id or text that stopped the choice."""
+
+    error: str | None = None
+    """Why the choice failed, with finish_reason=error."""
+
+    cause: Exception | None = None
+    """Exception of the forward pass that failed, on the process that executes it."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One choice of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probs at each token, if requested."""
+
+    finish_reason: Finish | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    cause: Exception | None = None
+
+    def add(self, output: TokenOutput) -> None:
+        """Append an output of this choice."""
+        if output.token is not None:
+            self.token_ids.append(output.token)
+        if output.logprobs is not None:
+            self.logprobs.append(output.logprobs)
+        self.text += output.text
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.error, self.cause = output.error, output.cause
+
+
+@dataclass(slots=True)
+class Timings:
+    """Times of a request on a monotonic clock, in seconds."""
+
+    arrived: float
+    scheduled: float | None = None
+    """Start of the first step with tokens of the request."""
+
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token."""
+        return None if self.first_token is None else self.first_token - self.arrived
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its choices."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    timings: Timings
+    prompt: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For each prompt token after the first, if requested."""
+
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were reused from earlier requests."""
+
+    num_preemptions: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all choices are finished."""
+        return all(completion.finish_reason is not None for completion in self.outputs)

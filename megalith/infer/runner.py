@@ -1,0 +1,121 @@
+"""Executes the planned steps of the scheduler: one forward pass over the tokens of all rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.infer.cache import PagedKVCache, StepBlocks
+from megalith.kernels.cpu_threads import loops_of_any_size
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits, small_batch_matmul
+from megalith.kernels.packed import seq_params_from_queries
+from megalith.models.decoder import Decoder
+from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
+
+MAX_LOGIT_ROWS = 1024
+"""Rows of hidden states that the output head projects at a time, to bound memory (heuristic)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """Logits of a step, in the dtype of the model."""
+
+    next_token: Tensor
+    """[rows that sample, v]: logits of the next token, in the order of the plan."""
+
+    prompt: Mapping[int, Tensor]
+    """By request: logits [k, v] of the prompt tokens after the k processed ones, for requests that
+    ask for the log-probs of their prompt."""
+
+
+class ModelRunner:
+    """Runs the model on this rank; every tensor-parallel rank executes the same plans."""
+
+    def __init__(
+        self, model: Decoder, cache: PagedKVCache, *, limits: SmallBatchLimits = NO_ROWS
+    ) -> None:
+        """`limits`: numbers of rows for which matmuls use the small-batch kernel."""
+        self.model, self.cache, self.limits = model, cache, limits
+        self._device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def execute(
+        self,
+        plan: StepPlan,
+        states: Mapping[int, SequenceState],
+        prompt_logits: frozenset[int] = frozenset(),
+    ) -> StepLogits:
+        """Process the tokens of a plan; `prompt_logits`: requests that need the logits of their
+        prompt. Keys and values are stored in the blocks of the plan."""
+        self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
+        try:
+            invariant = self.cache.batch_invariant
+            with (
+                small_batch_matmul("numba" if invariant else "auto", self.limits),
+                loops_of_any_size(invariant),
+            ):
+                hidden = self._hidden_states(plan.rows, states)
+                logits = self._logits(hidden, plan.rows, states, prompt_logits)
+        except BaseException:
+            self.cache.commit_states(succeeded=False)
+            raise
+        self.cache.commit_states(succeeded=True)
+        return logits
+
+    def _hidden_states(
+        self, rows: Sequence[PlannedRow], states: Mapping[int, SequenceState]
+    ) -> Tensor:
+        """Return the hidden states [t, h] of all tokens of the rows."""
+        ids: list[int] = []
+        for row in rows:
+            ids += states[row.request_id].token_ids[row.start : row.start + row.count]
+        seq_params = seq_params_from_queries(
+            [(row.count, row.start + row.count) for row in rows],
+            reach=[_rope_length(row, states[row.request_id]) for row in rows],
+            device=self._device,
+        )
+        step = StepBlocks(rows, self.cache.plan.layout.groups, self.cache.block_size, self._device)
+        return self.model.hidden_states(
+            torch.tensor(ids, device=self._device), LayerInputs(seq_params), self.cache.layers(step)
+        )
+
+    def _logits(
+        self,
+        hidden: Tensor,
+        rows: Sequence[PlannedRow],
+        states: Mapping[int, SequenceState],
+        prompt_logits: frozenset[int],
+    ) -> StepLogits:
+        last: list[int] = []
+        prompt: dict[int, Tensor] = {}
+        first = 0
+        for row in rows:
+            if row.samples:
+                last.append(first + row.count - 1)
+            # The logits after the last prompt token are those of the first generated token.
+            num_prompt = states[row.request_id].num_prompt_tokens - 1 - row.start
+            count = min(row.count, num_prompt)
+            if row.request_id in prompt_logits and count > 0:
+                prompt[row.request_id] = self._project(hidden[first : first + count])
+            first += row.count
+        return StepLogits(self._project(hidden[last]), prompt)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """Return logits [k, v] of hidden states [k, h], some rows at a time."""
+        if not len(hidden):
+            return hidden.new_empty(0, self.model.config.vocab_size)
+        parts = [self.model.head.logits(part) for part in hidden.split(MAX_LOGIT_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _rope_length(row: PlannedRow, state: SequenceState) -> int:
+    """Return the length that determines the rotary frequencies of a row's tokens.
+
+    A sequence that is recomputed at a length (LongRoPE) has the frequencies of its current length;
+    with dynamic NTK scaling a token keeps those of the length at which it was first processed.
+    """
+    if state.recompute_length is not None:
+        return len(state.token_ids)
+    return max(state.num_prompt_tokens, row.start + row.count)

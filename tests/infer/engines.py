@@ -1,0 +1,137 @@
+"""Engines of tiny models, and the forward pass without a cache that they must agree with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.config.generation import SamplingParams
+from megalith.config.serve import CacheConfig, EngineConfig
+from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
+from megalith.infer.engine import InferenceEngine
+from megalith.infer.outputs import RequestOutput
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
+from megalith.kernels.packed import seq_params_from_rows
+from megalith.models.decoder import Decoder
+from megalith.plan.serving.cache_layout import AttentionView, plan_cache_layout
+from megalith.plan.serving.scheduler import PlannedRow
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
+SAMPLED = SamplingParams(max_new_tokens=20, seed=7, logprobs=0)
+
+
+def build(
+    model: Decoder,
+    *,
+    block_size: int = 4,
+    num_blocks: int | None = None,
+    eos: frozenset[int] = frozenset(),
+    prefix_caching: bool = True,
+    tokenizer: Any = None,
+    **engine: Any,
+) -> InferenceEngine:
+    """Return an engine of a model; `engine`: fields of EngineConfig."""
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    config = EngineConfig(cache=cache, **engine)
+    tp = model.tp_comm.group.size
+    plan = plan_cache(model.config, tp=tp, element_size=model.dtype.itemsize)
+    size = plan_pool(model.config, config, plan, free_bytes=1 << 26)
+    pool = PagedKVCache(
+        plan,
+        num_blocks=size.num_blocks,
+        block_size=block_size,
+        batch_invariant=config.batch_invariant,
+    )
+    return InferenceEngine(
+        model,
+        pool,
+        config,
+        max_model_len=size.max_model_len,
+        tokenizer=tokenizer,
+        eos_token_ids=eos,
+    )
+
+
+def run(
+    engine: InferenceEngine,
+    requests: Sequence[tuple[Sequence[int], SamplingParams]],
+    arrivals: Mapping[int, int] | None = None,
+) -> list[RequestOutput]:
+    """Run requests to their end; request i arrives before step `arrivals[i]`, by default 0."""
+    arrivals = arrivals or {}
+    results: dict[int, RequestOutput] = {}
+    step = 0
+    while len(results) < len(requests) or engine.has_unfinished:
+        for index, (prompt, params) in enumerate(requests):
+            if index not in results and arrivals.get(index, 0) <= step:
+                results[index] = engine.output_of(engine.add_request(prompt, params))
+        engine.step()
+        step += 1
+        assert step < 5000, "the engine makes no progress"
+    return [results[index] for index in range(len(requests))]
+
+
+@torch.no_grad()
+def forward_logprobs(model: Decoder, ids: Sequence[int]) -> Tensor:
+    """Log-probs [t, v] after each token, from one forward pass over the sequence."""
+    hidden = model.hidden_states(
+        torch.tensor(list(ids)), LayerInputs(seq_params_from_rows(1, len(ids)))
+    )
+    return model.head.logits(hidden).log_softmax(-1)
+
+
+def check_logprobs(
+    model: Decoder, output: RequestOutput, *, tolerance: float = 1e-9, by_prefix: bool = False
+) -> None:
+    """Check that the log-prob of every generated token, and of every prompt token if requested, is
+    that of one forward pass over the whole sequence; `by_prefix`: over the tokens before it, for
+    rotary frequencies that depend on the length."""
+    prompt = output.prompt_token_ids
+    for completion in output.outputs:
+        ids = [*prompt, *completion.token_ids]
+        expected = forward_logprobs(model, ids)
+        if by_prefix:
+            rows = [forward_logprobs(model, ids[: end + 1])[end] for end in range(len(ids))]
+            expected = torch.stack(rows)
+        assert len(completion.logprobs) == len(completion.token_ids)
+        for index, (token, logprobs) in enumerate(
+            zip(completion.token_ids, completion.logprobs, strict=True)
+        ):
+            value = float(expected[len(prompt) - 1 + index, token])
+            assert abs(value - logprobs.logprob) <= tolerance, (index, value, logprobs.logprob)
+        if output.prompt_logprobs is not None:
+            assert [one.token for one in output.prompt_logprobs] == prompt[1:]
+            for index, one in enumerate(output.prompt_logprobs):
+                assert abs(float(expected[index, one.token]) - one.logprob) <= tolerance
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """Return the parameters with a seed."""
+    return replace(params, seed=seed)
+
+
+class SequenceCache:
+    """Paged cache of one sequence whose steps a test makes itself."""
+
+    def __init__(self, views: Sequence[AttentionView | None], *, block_size: int = 4) -> None:
+        layout = plan_cache_layout([view for view in views if view is not None])
+        remaining = iter(layout.slots)
+        slots = tuple(None if view is None else next(remaining) for view in views)
+        plan = CachePlan(layout, slots, bytes_per_token=0, has_states=True)
+        self._num_blocks = 16
+        self._cache = PagedKVCache(
+            plan, num_blocks=self._num_blocks * len(layout.groups), block_size=block_size
+        )
+
+    def layers(self, start: int, count: int) -> list[LayerCache]:
+        """Return the layer caches of a step over `count` tokens after the first `start`."""
+        self._cache.commit_states(succeeded=True)  # of the previous step
+        groups, size = self._cache.plan.layout.groups, self._num_blocks
+        tables = [
+            list(range(group * size, (group + 1) * size))[::-1] for group in range(len(groups))
+        ]
+        row = PlannedRow(0, start, count, samples=True, block_tables=tables, table_version=start)
+        blocks = StepBlocks([row], groups, self._cache.block_size, torch.device("cpu"))
+        return self._cache.layers(blocks)

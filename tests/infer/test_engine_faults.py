@@ -1,0 +1,154 @@
+"""Planted faults of the engine are caught by the comparison with one forward pass."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.generation import SamplingParams
+from megalith.infer import engine as engine_module
+from megalith.infer import runner as runner_module
+from megalith.infer.engine import InferenceEngine
+from megalith.infer.sample import prompt_logprobs
+from megalith.kernels.packed import PackedSeqParams
+from megalith.models.decoder import Decoder
+from megalith.plan.serving.scheduler import Scheduler, StepPlan
+from tests.infer.engines import SAMPLED, build, check_logprobs, run
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def check_engine(model: Decoder) -> None:
+    """Chunked prompts, prefix hits, preemption and prompt log-probs, each at least once."""
+    shared = [3 * number % 37 for number in range(20)]
+    scored = replace(SAMPLED, prompt_logprobs=0, seed=3)
+    requests: list[tuple[list[int], SamplingParams]] = [
+        (shared, SAMPLED),
+        ([*shared, 7, 8], SAMPLED),
+        ([5, *shared], scored),
+        ([9, *shared[:11]], scored),
+        ([4, 2], replace(SAMPLED, n=2)),
+    ]
+    engine = build(
+        model,
+        num_blocks=22,
+        max_model_len=64,
+        max_num_batched_tokens=9,
+        max_num_seqs=6,
+        min_prefill_chunk_tokens=1,
+    )
+    outputs = run(engine, requests, {1: 6, 3: 2})
+    for output, (_, params) in zip(outputs, requests, strict=True):
+        assert [len(one.token_ids) for one in output.outputs] == [20] * params.n
+        check_logprobs(model, output)
+    assert sum(output.num_preemptions for output in outputs if output.prompt_logprobs) > 0
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+
+
+def emit_token_of_a_middle_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 9."""
+    schedule = Scheduler.schedule
+
+    def planted(self: Scheduler, **options: Any) -> StepPlan:
+        plan = schedule(self, **options)
+        rows = tuple(replace(row, samples=True) for row in plan.rows)
+        self._plan = replace(plan, rows=rows)
+        return self._plan
+
+    monkeypatch.setattr(Scheduler, "schedule", planted)
+
+
+def restart_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 10: after a prefix hit, a chunk or a preemption."""
+    plain = runner_module.seq_params_from_queries
+
+    def planted(lengths: list[tuple[int, int]], **options: Any) -> PackedSeqParams:
+        seq_params = plain(lengths, **options)
+        positions = torch.cat([torch.arange(queries) for queries, _ in lengths])
+        return replace(seq_params, position_ids=positions)
+
+    monkeypatch.setattr(runner_module, "seq_params_from_queries", planted)
+
+
+def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 18: those of a preempted request are added again."""
+
+    def planted(
+        self: InferenceEngine, plan: StepPlan, number: int, logits: torch.Tensor
+    ) -> list[Any]:
+        output = self._choices[number].request.output
+        start = next(row.start for row in plan.rows if row.request_id == number)
+        next_tokens = output.prompt_token_ids[start + 1 : start + 1 + len(logits)]
+        assert output.prompt_logprobs is not None
+        output.prompt_logprobs += prompt_logprobs(logits, next_tokens, 0, vocab_size=37)
+        return []
+
+    def always(self: InferenceEngine, plan: StepPlan) -> frozenset[int]:
+        states = {row.request_id: self._choices[row.request_id] for row in plan.rows}
+        return frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
+
+    monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", planted)
+    monkeypatch.setattr(InferenceEngine, "_needs_prompt_logits", always)
+
+
+def score_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 17: prompt log-probs of a chunk are those of the row after."""
+
+    def planted(logits: torch.Tensor, *rest: Any, **options: Any) -> list[Any]:
+        return prompt_logprobs(logits.roll(-1, 0), *rest, **options)
+
+    monkeypatch.setattr(engine_module, "prompt_logprobs", planted)
+
+
+def lose_a_token_in_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 18: a preempted sequence is prefilled without its last token."""
+    preempt = Scheduler._preempt
+
+    def planted(self: Scheduler, state: Any) -> None:
+        preempt(self, state)
+        if len(state.token_ids) > state.num_prompt_tokens:
+            state.token_ids.pop()
+
+    monkeypatch.setattr(Scheduler, "_preempt", planted)
+
+
+def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 13, in the engine: all choices of a request have the noise of the first."""
+    row = engine_module.SampleRow
+    monkeypatch.setattr(engine_module, "SampleRow", lambda **fields: row(**fields | {"choice": 0}))
+
+
+def check_choices(model: Decoder) -> None:
+    """Choices of one prompt differ."""
+    (output,) = run(build(model), [([4, 2], replace(SAMPLED, n=3))])
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+
+
+FAULTS: dict[str, tuple[Plant, Callable[[Decoder], None]]] = {
+    "token of a middle chunk emitted": (emit_token_of_a_middle_chunk, check_engine),
+    "position restarted": (restart_positions, check_engine),
+    "prompt log-probs duplicated by preemption": (repeat_prompt_logprobs, check_engine),
+    "prompt log-probs of the next row": (score_the_next_row, check_engine),
+    "token lost in a preemption": (lose_a_token_in_a_preemption, check_engine),
+    "noise of the first choice": (key_noise_by_row, check_choices),
+}
+
+
+@pytest.mark.parametrize("check", [check_engine, check_choices])
+def test_without_a_fault_the_checks_pass(
+    check: Callable[[Decoder], None], tiny: SimpleNamespace
+) -> None:
+    check(tiny.model(tiny.config(), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(
+    fault: str, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, check = FAULTS[fault]
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(tiny.model(tiny.config(), dtype=torch.float64))
