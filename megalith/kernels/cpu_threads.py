@@ -155,31 +155,31 @@ def _address(function: object) -> int:
     return address
 
 
-class _Selection(threading.local):
+class _LoopSelection(threading.local):
     """From which size on a thread uses the loops."""
 
     min_elements = MIN_LOOP_ELEMENTS
 
 
-_selection = _Selection()
+_loop_selection = _LoopSelection()
 
 
 @contextmanager
 def loops_of_any_size(enabled: bool) -> Iterator[None]:
     """If `enabled`, use the loops also for tensors for which torch is faster, so that the backend,
     and with it the rounding, does not depend on the number of tokens."""
-    before = _selection.min_elements
-    _selection.min_elements = 0 if enabled else before
+    before = _loop_selection.min_elements
+    _loop_selection.min_elements = 0 if enabled else before
     try:
         yield
     finally:
-        _selection.min_elements = before
+        _loop_selection.min_elements = before
 
 
 def should_use(*tensors: Tensor) -> bool:
     """Return whether the compiled loops support these tensors and are faster: on the CPU, all fp32
     or all bf16, the first large enough."""
-    return tensors[0].numel() >= _selection.min_elements and can_use(*tensors)
+    return tensors[0].numel() >= _loop_selection.min_elements and can_use(*tensors)
 
 
 def can_use(*tensors: Tensor) -> bool:

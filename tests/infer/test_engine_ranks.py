@@ -22,11 +22,11 @@ PROMPTS = [[5, 17, 36, 3, 14], [8], list(range(1, 12))]
 SCORED = SamplingParams(
     max_new_tokens=12, seed=9, n=2, top_k=20, top_p=0.95, logprobs=0, prompt_logprobs=0
 )
-Tokens = list[tuple[list[int], list[float]]]
+Generated = list[tuple[list[int], list[float]]]
 
 
-def generate(model: Any, params: SamplingParams, **engine: Any) -> Tokens:
-    """Tokens and log-probs of every choice."""
+def generate(model: Any, params: SamplingParams, **engine: Any) -> Generated:
+    """Generated and log-probs of every choice."""
     outputs = run(build(model, **engine), [(prompt, params) for prompt in PROMPTS], {2: 2})
     return [
         (one.token_ids, [each.logprob for each in one.logprobs])
@@ -37,7 +37,7 @@ def generate(model: Any, params: SamplingParams, **engine: Any) -> Tokens:
 
 def on_a_rank(
     rank: int, world: int, config: ModelConfig, make: Any, params: SamplingParams
-) -> Tokens:
+) -> Generated:
     mesh = build_mesh(model_grid(generation_layout(config, world), config, world), rank=rank)
     model = make(config, mesh, dtype=torch.float64)
     return generate(model, params, max_num_batched_tokens=8, max_num_seqs=8)
