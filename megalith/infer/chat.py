@@ -62,8 +62,8 @@ class Chat:
             while self.engine.has_unfinished:
                 for output in self.engine.step():
                     self._show(output, answer, show)
-        except KeyboardInterrupt:
-            answer += [output.text for output in self.engine.abort(number)]
+        except KeyboardInterrupt:  # the conversation has what was shown
+            self.engine.abort(number)
             self._append(messages, answer)
             raise
         except BaseException:

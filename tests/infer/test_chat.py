@@ -109,9 +109,7 @@ def test_interrupted_answer_is_part_of_the_conversation(tiny: SimpleNamespace) -
 
     with pytest.raises(KeyboardInterrupt):
         chat.reply("hello", interrupt)
-    answer = chat.messages[-1]
-    # with the incomplete character that was withheld
-    assert answer["role"] == "assistant" and str(answer["content"]).startswith("".join(shown))
+    assert chat.messages[-1] == {"role": "assistant", "content": "".join(shown)}
     assert not chat.engine.has_unfinished
     chat.reply("go on", lambda text: None)
 
