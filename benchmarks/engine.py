@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 from paired import take_turns, times_as_fast
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import EngineConfig
@@ -93,9 +98,14 @@ def transformers_contender(model: Any, load: Load) -> Callable[[], list[list[int
         max_new_tokens=load.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
 
+    batching = ContinuousBatchingConfig(max_memory_percent=0.05)  # of the machine's memory
+
     def generate() -> list[list[int]]:
         results = model.generate_batch(
-            load.prompts, generation_config=config, persistent_manager=True
+            load.prompts,
+            generation_config=config,
+            continuous_batching_config=batching,
+            persistent_manager=True,
         )
         by_prompt = {tuple(one.prompt_ids): one.generated_tokens for one in results.values()}
         return [list(by_prompt[tuple(prompt)]) for prompt in load.prompts]
