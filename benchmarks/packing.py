@@ -93,7 +93,7 @@ def step_of(rows: list[PackedSample], size: int) -> StepBatches:
         for first in range(0, len(rows), size)
     ]
     labels, read = (
-        sum(getattr(batch, name) for batch in batches) for name in ("num_labels", "num_read")
+        sum(getattr(batch, name) for batch in batches) for name in ("num_labels", "num_tokens")
     )
     return StepBatches(batches, labels, (), read)
 
