@@ -369,11 +369,11 @@ class PagedLayerCache:
         self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]
     ) -> Tensor:
         """Return y of `step(x, state)` and store the new state of each row."""
-        requests = [row.request_id for row in self._step.rows]
+        requests = [row.seq_id for row in self._step.rows]
         states = [
             x.new_zeros(shape) if row.start == 0 or state is None else state
             for row in self._step.rows
-            for state in [self._cache.state_of(self._index, row.request_id)]
+            for state in [self._cache.state_of(self._index, row.seq_id)]
         ]
         y, new_states = step(x, torch.stack(states))
         for request, state in zip(requests, new_states, strict=True):

@@ -31,7 +31,7 @@ from megalith.infer.sample import (
     prompt_logprobs,
     sample_tokens,
 )
-from megalith.infer.stopping_criteria import Finish, StoppingCriteria
+from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
 from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits
 from megalith.kernels.rope import rope_length
 from megalith.models.decoder import Decoder
@@ -138,12 +138,12 @@ class InferenceEngine:
         params: SamplingParams,
         *,
         salt: bytes = b"",
-        arrived: float | None = None,
+        arrival_time: float | None = None,
     ) -> int:
         """Add a request and return its number.
 
-        `salt`: requests with different salts share no cached prefix; `arrived`: when it reached the
-        front end, on the monotonic clock.
+        `salt`: requests with different salts share no cached prefix; `arrival_time`: when it
+        reached the front end, on the monotonic clock.
 
         Raises:
             ConfigError: the sampling parameters are invalid.
@@ -160,16 +160,16 @@ class InferenceEngine:
         raise_all(problems)
         check_prompt(prompt_token_ids, self.model_config, self.max_model_len, params)
         number = self._num_requests
-        arrived = time.monotonic() if arrived is None else arrived
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         output = RequestOutput(
             number,
             list(prompt_token_ids),
             [Completion(index) for index in range(params.n)],
-            Timings(arrived),
+            Timings(arrival_time),
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
         seed = key(self.config.seed, "request", str(number)) if params.seed is None else params.seed
-        deadline = None if params.deadline_s is None else arrived + params.deadline_s
+        deadline = None if params.deadline_s is None else arrival_time + params.deadline_s
         bad_word_ids = (
             () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
         )
@@ -198,13 +198,13 @@ class InferenceEngine:
             self.scheduler.complete(plan)
             return outputs
         for row in plan.rows:
-            choice = self._choices[row.request_id]
+            choice = self._choices[row.seq_id]
             result = choice.request.output
             if result.timings.scheduled is None:
                 result.timings.scheduled = started
                 result.num_cached_tokens = choice.state.num_cached_tokens
         logits, failures = self._execute(plan)
-        failed = frozenset(failure.row.request_id for failure in failures)
+        failed = frozenset(failure.row.seq_id for failure in failures)
         for failure in failures:
             outputs += self._fail(failure)
         self.scheduler.complete(plan)
@@ -255,7 +255,7 @@ class InferenceEngine:
         total = self._max_total_tokens(request)
         recompute_length, depends_on_step = rope_constraints(self.model_config, total)
         state = SequenceState(
-            request_id=self._num_sequences,
+            seq_id=self._num_sequences,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             priority=params.priority,
@@ -284,12 +284,12 @@ class InferenceEngine:
 
     def _register(self, choice: _Choice) -> None:
         choice.request.choices.append(choice)
-        self._choices[choice.state.request_id] = choice
+        self._choices[choice.state.seq_id] = choice
 
     def _end_choice(
         self,
         choice: _Choice,
-        reason: Finish,
+        reason: FinishReason,
         *,
         error: str | None = None,
         cause: Exception | None = None,
@@ -310,7 +310,7 @@ class InferenceEngine:
     def _end_request(
         self,
         request: _Request,
-        reason: Finish,
+        reason: FinishReason,
         *,
         error: str | None = None,
         cause: Exception | None = None,
@@ -342,7 +342,7 @@ class InferenceEngine:
         self._notify("on_token", output)
         if output.finish_reason is None:
             return
-        number = choice.state.request_id
+        number = choice.state.seq_id
         request = choice.request
         request.output.num_preemptions += choice.state.num_preemptions
         self.scheduler.finish(number)
@@ -374,7 +374,7 @@ class InferenceEngine:
     def _execute(self, plan: StepPlan) -> tuple[StepLogits | None, list[_RowFailure]]:
         """Execute a plan; if it fails, execute its rows one by one, so that only the rows that
         cause the error fail."""
-        states = {row.request_id: self._choices[row.request_id].state for row in plan.rows}
+        states = {row.seq_id: self._choices[row.seq_id].state for row in plan.rows}
         try:
             return self.runner.execute(plan, states, self._needs_prompt_logits(plan)), []
         except Exception as error:
@@ -391,10 +391,10 @@ class InferenceEngine:
         """Return the sequences whose prompt log-probs are requested and not complete."""
         numbers = []
         for row in plan.rows:
-            output = self._choices[row.request_id].request.output
+            output = self._choices[row.seq_id].request.output
             recorded = output.prompt_logprobs
             if recorded is not None and len(recorded) < len(output.prompt_token_ids) - 1:
-                numbers.append(row.request_id)
+                numbers.append(row.seq_id)
         return frozenset(numbers)
 
     def _execute_rows(
@@ -437,7 +437,7 @@ class InferenceEngine:
         return self.runner.execute(StepPlan((rest,), (), ()), states)
 
     def _fail(self, failure: _RowFailure) -> list[TokenOutput]:
-        choice = self._choices.get(failure.row.request_id)
+        choice = self._choices.get(failure.row.seq_id)
         if choice is None:
             return []
         error = failure.error
@@ -474,9 +474,9 @@ class InferenceEngine:
             outputs += self._add_prompt_logprobs(plan, number, prompt_rows)
         choices: list[_Choice] = []
         indices: list[int] = []
-        sampling = [row for row in plan.rows if row.samples and row.request_id not in failed]
+        sampling = [row for row in plan.rows if row.samples and row.seq_id not in failed]
         for index, row in enumerate(sampling):
-            choice = self._choices.get(row.request_id)
+            choice = self._choices.get(row.seq_id)
             if choice is None:  # its prompt log-probs are not finite
                 continue
             if choice.request.params.max_new_tokens == 0:
@@ -516,8 +516,8 @@ class InferenceEngine:
         for index in range(1, request.params.n):
             child = self._new_choice(request, index, choice.state.salt)
             child.state.salt = choice.state.salt
-            self.scheduler.fork(choice.state.request_id, child.state)
-            self.runner.cache.copy_states(choice.state.request_id, child.state.request_id)
+            self.scheduler.fork(choice.state.seq_id, child.state)
+            self.runner.cache.copy_states(choice.state.seq_id, child.state.seq_id)
             self._register(child)
         return list(request.choices)
 
@@ -529,7 +529,7 @@ class InferenceEngine:
         if sampled.error is not None:
             return self._end_choice(choice, "error", error=sampled.error)
         stop = choice.stopping.check(sampled.token)
-        self.scheduler.append_token(choice.state.request_id, sampled.token)
+        self.scheduler.append_token(choice.state.seq_id, sampled.token)
         output = TokenOutput(
             choice.request.output.request_id,
             choice.completion.index,
@@ -554,7 +554,7 @@ class InferenceEngine:
         request = choice.request
         recorded = request.output.prompt_logprobs
         assert recorded is not None and request.params.prompt_logprobs is not None
-        start = next(row.start for row in plan.rows if row.request_id == number)
+        start = next(row.start for row in plan.rows if row.seq_id == number)
         new = logits[max(0, len(recorded) - start) :]
         first = len(recorded) + 1
         next_tokens = request.output.prompt_token_ids[first : first + len(new)]

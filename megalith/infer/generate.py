@@ -9,7 +9,7 @@ from megalith.data.tokenizer import StreamDecoder, Tokenizer, appends_eod
 from megalith.errors import CheckpointError, DataError
 from megalith.infer.load import TextGenerator, build_engine
 from megalith.infer.outputs import TokenOutput
-from megalith.infer.stopping_criteria import Finish
+from megalith.infer.stopping_criteria import FinishReason
 from megalith.plan.keys import key
 
 
@@ -48,7 +48,7 @@ class Transcript:
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
     def add(self, output: TokenOutput) -> None:
         """Append a generated token."""

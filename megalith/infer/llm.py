@@ -289,7 +289,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams
     ) -> tuple[_Stream, RequestOutput]:
         """Add a request on the engine's thread; returns its stream and its result."""
-        arrived = time.monotonic()
+        arrival_time = time.monotonic()
         ((prompt, params),) = pair_prompts([prompt], params)
         generator = self._llm.generator
         ids: Sequence[int]
@@ -303,7 +303,7 @@ class AsyncLLM:
 
         def add() -> None:
             try:
-                number = self.engine.add_request(ids, params, arrived=arrived)
+                number = self.engine.add_request(ids, params, arrival_time=arrival_time)
             except Exception as error:  # raised in the task that sent the request
                 _call_soon(loop, partial(_set_exception, added, error))
                 return
@@ -368,7 +368,7 @@ class AsyncLLM:
         for request_id in {output.request_id for output in outputs}:
             if request_id in closed or not self.engine.is_unfinished(request_id):
                 self._streams.pop(request_id, None)
-        for request_id in closed:  # nobody reads them
+        for request_id in closed:  # their outputs have no reader
             self.engine.abort(request_id)
 
 

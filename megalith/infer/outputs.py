@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from megalith.infer.sample import TokenLogprobs
-from megalith.infer.stopping_criteria import Finish
+from megalith.infer.stopping_criteria import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     """Log-probs, if requested."""
 
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     """Set for the last output of the choice."""
 
     stop_reason: int | str | None = None
@@ -46,7 +46,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probs at each token, if requested."""
 
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     cause: Exception | None = None
@@ -66,7 +66,7 @@ class Completion:
 class Timings:
     """Times of a request on a monotonic clock, in seconds."""
 
-    arrived: float
+    arrival_time: float
     scheduled: float | None = None
     """Start of the first step with tokens of the request."""
 
@@ -76,7 +76,7 @@ class Timings:
     @property
     def ttft(self) -> float | None:
         """Time to first token."""
-        return None if self.first_token is None else self.first_token - self.arrived
+        return None if self.first_token is None else self.first_token - self.arrival_time
 
 
 @dataclass(slots=True)

@@ -70,10 +70,10 @@ class ModelRunner:
         """Return the hidden states [t, h] of all tokens of the rows."""
         ids: list[int] = []
         for row in rows:
-            ids += states[row.request_id].token_ids[row.start : row.start + row.count]
+            ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
         seq_params = seq_params_from_queries(
             [(row.count, row.start + row.count) for row in rows],
-            reach=[_rope_length(row, states[row.request_id]) for row in rows],
+            reach=[_rope_length(row, states[row.seq_id]) for row in rows],
             device=self._device,
         )
         step = StepBlocks(rows, self.cache.plan.layout.groups, self.cache.block_size, self._device)
@@ -95,10 +95,10 @@ class ModelRunner:
             if row.samples:
                 last.append(first + row.count - 1)
             # The logits after the last prompt token are those of the first generated token.
-            num_prompt = states[row.request_id].num_prompt_tokens - 1 - row.start
+            num_prompt = states[row.seq_id].num_prompt_tokens - 1 - row.start
             count = min(row.count, num_prompt)
-            if row.request_id in prompt_logits and count > 0:
-                prompt[row.request_id] = self._project(hidden[first : first + count])
+            if row.seq_id in prompt_logits and count > 0:
+                prompt[row.seq_id] = self._project(hidden[first : first + count])
             first += row.count
         return StepLogits(self._project(hidden[last]), prompt)
 

@@ -8,7 +8,7 @@ from typing import Literal
 from megalith.config.generation import SamplingParams
 from megalith.data.tokenizer import StreamDecoder, Tokenizer
 
-Finish = Literal["stop", "length", "context", "abort", "error", "tool_calls"]
+FinishReason = Literal["stop", "length", "context", "abort", "error", "tool_calls"]
 """Why an output ended: an end token or a stop string, max_new_tokens, the context length of the
 model, its client, an error, or a call of a tool."""
 
@@ -134,7 +134,7 @@ class StopCheck:
     text: str
     """New text that is final."""
 
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     """Set for the last token."""
 
     stop_reason: int | str | None = None
@@ -189,7 +189,7 @@ class StoppingCriteria:
         text = ""
         if not is_end or self._params.include_stop_str_in_output:
             text = self._push(token, can_stop)
-        finish: Finish | None = None
+        finish: FinishReason | None = None
         reason: int | str | None = self._stop_string
         if reason is not None:
             finish = "stop"

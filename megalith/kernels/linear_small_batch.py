@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalith.kernels import cpu_threads
 
-SmallBatchForm = Literal["auto", "torch", "reference", "numba"]
+SmallBatchBackend = Literal["auto", "torch", "reference", "numba"]
 """auto: up to the number of rows for which the kernel was measured to be faster; torch, reference:
 never; numba: for every number of rows."""
 
@@ -63,7 +63,7 @@ _selected = _SelectedLimits()
 
 
 def select_small_batch_matmul(
-    form: SmallBatchForm, limits: SmallBatchLimits | None = None
+    form: SmallBatchBackend, limits: SmallBatchLimits | None = None
 ) -> SmallBatchLimits:
     """Select how this thread computes matmuls of few rows on CPUs in `torch.inference_mode`;
     returns the limits in effect.
@@ -94,7 +94,7 @@ def _select(limits: SmallBatchLimits) -> None:
 
 @contextmanager
 def small_batch_matmul(
-    form: SmallBatchForm, limits: SmallBatchLimits | None = None
+    form: SmallBatchBackend, limits: SmallBatchLimits | None = None
 ) -> Iterator[SmallBatchLimits]:
     """`select_small_batch_matmul` inside a `with` block; yields the limits in effect."""
     before = _selected.limits

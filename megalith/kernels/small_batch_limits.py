@@ -196,7 +196,7 @@ def _read_limits(path: Path) -> SmallBatchLimits | None:
 
 
 def _store_limits(path: Path, limits: SmallBatchLimits) -> SmallBatchLimits:
-    """Store the limits unless another process has done so meanwhile; returns those stored."""
+    """Store the limits unless another process has stored its own; return those stored."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp") as file:

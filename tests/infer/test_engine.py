@@ -309,7 +309,7 @@ def test_an_error_in_the_forward_pass_fails_only_the_request_that_causes_it(
 
 def test_a_deadline_ends_a_request(tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build(tiny.model(tiny.config()))
-    number = engine.add_request([1, 2], replace(GREEDY, deadline_s=60.0), arrived=0.0)
+    number = engine.add_request([1, 2], replace(GREEDY, deadline_s=60.0), arrival_time=0.0)
     result = engine.output_of(number)
     engine.step()
     (completion,) = result.outputs

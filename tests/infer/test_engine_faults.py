@@ -80,14 +80,14 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         self: InferenceEngine, plan: StepPlan, number: int, logits: torch.Tensor
     ) -> list[Any]:
         output = self._choices[number].request.output
-        start = next(row.start for row in plan.rows if row.request_id == number)
+        start = next(row.start for row in plan.rows if row.seq_id == number)
         next_tokens = output.prompt_token_ids[start + 1 : start + 1 + len(logits)]
         assert output.prompt_logprobs is not None
         output.prompt_logprobs += prompt_logprobs(logits, next_tokens, 0, vocab_size=37)
         return []
 
     def always(self: InferenceEngine, plan: StepPlan) -> frozenset[int]:
-        states = {row.request_id: self._choices[row.request_id] for row in plan.rows}
+        states = {row.seq_id: self._choices[row.seq_id] for row in plan.rows}
         return frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
 
     monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", planted)

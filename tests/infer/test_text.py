@@ -18,7 +18,7 @@ from megalith.infer.generate import (
 )
 from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import TokenOutput
-from megalith.infer.stopping_criteria import Finish, TextStream
+from megalith.infer.stopping_criteria import FinishReason, TextStream
 from megalith.plan.keys import key
 from tests.infer.engines import build, run
 
@@ -29,7 +29,7 @@ def transcript(prompt: str = "ab", tokenizer: ByteTokenizer | NullTokenizer = BY
     return open_transcript(prompt, tokenizer.encode(prompt), tokenizer)
 
 
-def output(text: str, finish: Finish | None = None) -> TokenOutput:
+def output(text: str, finish: FinishReason | None = None) -> TokenOutput:
     return TokenOutput(0, 0, 7, text, finish_reason=finish)
 
 

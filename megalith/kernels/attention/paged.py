@@ -130,9 +130,7 @@ def store(cache: Tensor, rows_new: Tensor, slots: Tensor) -> None:
 # --- supported scores
 
 
-def unsupported_reason(
-    scores: Scores, *, has_attention_mask: bool = False, head_dim: int | None = None
-) -> str | None:
+def unsupported_reason(scores: Scores, *, has_attention_mask: bool = False) -> str | None:
     """Return why paged attention does not support these scores, or None if it does.
 
     A caller then gathers keys and values and calls `kernels.attention.dispatch.attention`.

@@ -257,7 +257,7 @@ class KVCacheManager:
         for state in states:
             num_blocks = sum(block != NO_BLOCK for table in state.block_tables for block in table)
             assert num_blocks == self.count_held_blocks(state), (
-                f"request {state.request_id} holds {num_blocks} blocks"
+                f"request {state.seq_id} holds {num_blocks} blocks"
             )
             references += [
                 block for table in state.block_tables for block in table if block != NO_BLOCK

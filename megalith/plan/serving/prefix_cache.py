@@ -109,8 +109,9 @@ class PrefixCache:
     """Index (group, block hash) -> block over the blocks of an allocator.
 
     Blocks are registered after the forward pass that computed them. A registered block of a group
-    with full attention has a registered parent, and whoever references it references all of its
-    ancestors; therefore eviction starts at the leaves. Blocks of windowed groups are independent.
+    with full attention has a registered parent, and a sequence that references it references all of
+    its ancestors; therefore eviction starts at the leaves. Blocks of windowed groups are
+    independent.
     """
 
     def __init__(

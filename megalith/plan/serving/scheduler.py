@@ -81,7 +81,7 @@ class SchedulerConfig:
 class PlannedRow:
     """Tokens of one sequence in a step."""
 
-    request_id: int
+    seq_id: int
     start: int
     """Position of the first token; tokens start .. start + count - 1 are processed."""
 
@@ -175,11 +175,11 @@ class Scheduler:
         num_tokens = len(state.token_ids)
         if not num_tokens:
             raise DataError(
-                f"request {state.request_id} has an empty prompt. A prompt has at least one token."
+                f"request {state.seq_id} has an empty prompt. A prompt has at least one token."
             )
         if num_tokens > max_total_tokens:
             raise DataError(
-                f"request {state.request_id} has {num_tokens} tokens, but at most "
+                f"request {state.seq_id} has {num_tokens} tokens, but at most "
                 f"{max_total_tokens} are allowed for prompt and output. Shorten the prompt or "
                 f"increase the maximum to {num_tokens + 1} or more."
             )
@@ -218,7 +218,7 @@ class Scheduler:
         self._plan = StepPlan(
             rows=tuple(row for _, row in rows),
             copies=self.cache.pending_copies,
-            preempted=tuple(state.request_id for state in self._preempted),
+            preempted=tuple(state.seq_id for state in self._preempted),
         )
         return self._plan
 
@@ -248,28 +248,28 @@ class Scheduler:
         self.cache.undo_copies()
         self._planned = []
 
-    def append_token(self, request_id: int, token: int) -> None:
+    def append_token(self, seq_id: int, token: int) -> None:
         """Append a sampled token to a sequence."""
-        state = self._states[request_id]
+        state = self._states[seq_id]
         state.token_ids.append(token)
         if not state.uses_long_rope and self._set_rope_regime(state):
             self.cache.release(state)
 
-    def finish(self, request_id: int) -> None:
+    def finish(self, seq_id: int) -> None:
         """Remove a sequence that generated its last token; its full blocks stay cached.
 
         Raises:
             KeyError: no sequence has this id.
         """
-        self._remove(request_id)
+        self._remove(seq_id)
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, seq_id: int) -> None:
         """Remove a sequence in any state, also between `schedule` and `complete`.
 
         Raises:
             KeyError: no sequence has this id.
         """
-        self._remove(request_id)
+        self._remove(seq_id)
 
     def fork(self, parent_id: int, child: SequenceState) -> None:
         """Add another choice for the prompt of a running sequence (n > 1).
@@ -296,7 +296,7 @@ class Scheduler:
             or child.salt != parent.salt
         ):
             raise ValueError(
-                f"request {child.request_id} has another prompt or salt than request {parent_id} "
+                f"request {child.seq_id} has another prompt or salt than request {parent_id} "
                 "and cannot share its blocks. Add it as a new sequence."
             )
         self._num_forks += 1
@@ -342,17 +342,17 @@ class Scheduler:
             assert queue == sorted(queue, key=_get_order), "a queue is not in the order of service"
         assert len(self._running) <= self.config.max_num_seqs, "too many sequences run"
         assert sorted(self._states) == sorted(
-            state.request_id for state in self._running + self._waiting
+            state.seq_id for state in self._running + self._waiting
         ), "a sequence is in no queue, or in two"
         for state in self._waiting:
             assert not self.cache.count_held_blocks(state), (
-                f"request {state.request_id} waits, but holds blocks"
+                f"request {state.seq_id} waits, but holds blocks"
             )
         self.cache.check(self._running)
 
     def _check_new_state(self, state: SequenceState) -> None:
-        if state.request_id in self._states:
-            raise ValueError(f"request id {state.request_id} is in use. Choose another one.")
+        if state.seq_id in self._states:
+            raise ValueError(f"request id {state.seq_id} is in use. Choose another one.")
 
     def _check_fits(self, state: SequenceState, max_total_tokens: int) -> None:
         # the last token is sampled, but never processed
@@ -362,7 +362,7 @@ class Scheduler:
             return
         num_fitting = (self.cache.find_longest_sequence() or 0) + 1
         raise DataError(
-            f"request {state.request_id}: {max_total_tokens} tokens (prompt of "
+            f"request {state.seq_id}: {max_total_tokens} tokens (prompt of "
             f"{state.num_prompt_tokens} and output) require {num_required} KV cache blocks of "
             f"{self.config.block_size} tokens, but the pool has {self.config.num_blocks}. Limit "
             f"prompt and output to {num_fitting} tokens, or increase cache.num_blocks to "
@@ -378,7 +378,7 @@ class Scheduler:
         return state.uses_long_rope
 
     def _enqueue(self, state: SequenceState) -> None:
-        self._states[state.request_id] = state
+        self._states[state.seq_id] = state
         self.cache.initialize(state)
         insort(self._waiting, state, key=_get_order)
 
@@ -389,8 +389,8 @@ class Scheduler:
         state.is_running = True
         state.failed_headroom = -1
 
-    def _remove(self, request_id: int) -> None:
-        state = self._states.pop(request_id)
+    def _remove(self, seq_id: int) -> None:
+        state = self._states.pop(seq_id)
         (self._running if state.is_running else self._waiting).remove(state)
         state.is_running = False
         self.cache.release(state)
@@ -458,7 +458,7 @@ class Scheduler:
             if victim is state and num_fitting > 0:
                 return  # blocks for a chunk that is too small: wait for more
             assert len(self._running) > 1, (
-                f"request {state.request_id} has more tokens than its max_total_tokens"
+                f"request {state.seq_id} has more tokens than its max_total_tokens"
             )
             self._preempt(victim)
             if victim is state:
@@ -473,7 +473,7 @@ class Scheduler:
         start = state.num_computed_tokens
         samples = start + count == len(state.token_ids)
         row = PlannedRow(
-            state.request_id, start, count, samples, state.block_tables, state.table_version
+            state.seq_id, start, count, samples, state.block_tables, state.table_version
         )
         rows = self._decodes if samples and count == 1 else self._prefills
         rows.append((state, row))

@@ -13,7 +13,7 @@ class SequenceState:
     changes `token_ids` only in `append_token`.
     """
 
-    request_id: int
+    seq_id: int
     token_ids: list[int]
     """Prompt and generated tokens; a new sequence may start with generated ones."""
 

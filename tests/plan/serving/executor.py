@@ -90,7 +90,7 @@ class Executor:
         for table in row.block_tables:
             for position in range(row.start, end):
                 block = table[position // self.config.block_size]
-                require(block >= 0, f"request {row.request_id} writes to a freed block")
+                require(block >= 0, f"request {row.seq_id} writes to a freed block")
                 slot = position % self.config.block_size
                 self.blocks[block][slot] = (request.values[position], self.weight_version)
 
@@ -105,7 +105,7 @@ class Executor:
                     value = self.blocks[block][position % self.config.block_size]
                     require(
                         value == (request.values[position], request.versions[position]),
-                        f"request {row.request_id}, query {query}, {view}: wrong value at "
+                        f"request {row.seq_id}, query {query}, {view}: wrong value at "
                         f"position {position} in block {block}",
                     )
 
@@ -185,7 +185,7 @@ class Workload:
     def add(self) -> None:
         tokens = self.make_tokens()
         state = SequenceState(
-            request_id=self.next_id,
+            seq_id=self.next_id,
             token_ids=list(tokens),
             num_prompt_tokens=len(tokens),
             priority=self.random.choice([0, 0, 0, 1, 2, -1]),
@@ -201,7 +201,7 @@ class Workload:
 
     def enter(self, state: SequenceState, total: int, arrival: tuple[int, int]) -> None:
         self.next_id += 1
-        self.requests[state.request_id] = Request(
+        self.requests[state.seq_id] = Request(
             state,
             state.salt,
             list(state.token_ids),
@@ -212,17 +212,17 @@ class Workload:
             state.recompute_length,
             state.one_token_after_prompt,
         )
-        self.requests[state.request_id].update_values()
+        self.requests[state.seq_id].update_values()
 
     def make_plan(self) -> StepPlan:
         """Schedule a step and check the plan against the model and the policy."""
         limit = self.random.choice([None] * 9 + [1, 5])
         first = min(self.requests, key=lambda key: self.requests[key].order, default=None)
         plan = self.scheduler.schedule(max_prefill_tokens=limit)
-        for request_id in plan.preempted:
-            self.requests[request_id].is_running = False
-            self.requests[request_id].num_computed = 0
-            require(request_id != first, "the first request was preempted")
+        for seq_id in plan.preempted:
+            self.requests[seq_id].is_running = False
+            self.requests[seq_id].num_computed = 0
+            require(seq_id != first, "the first request was preempted")
             self.count("preempted")
         self.check_policy(plan, first)
         self.check_admissions()
@@ -240,38 +240,36 @@ class Workload:
             require(max(admitted) < min(waiting), "a request was admitted out of order")
 
     def check_policy(self, plan: StepPlan, first: int | None) -> None:
-        rows = {row.request_id: row for row in plan.rows}
+        rows = {row.seq_id: row for row in plan.rows}
         require(len(rows) == len(plan.rows), "a request has two rows")
         require(not set(rows) & set(plan.preempted), "a preempted request has a row")
-        orders = sorted(self.requests[request_id].order for request_id in rows)
-        for request_id in plan.preempted:
-            is_last = not orders or self.requests[request_id].order > orders[-1]
+        orders = sorted(self.requests[seq_id].order for seq_id in rows)
+        for seq_id in plan.preempted:
+            is_last = not orders or self.requests[seq_id].order > orders[-1]
             require(is_last, "a request before another one was preempted")
         require(len(rows) <= self.config.max_num_seqs, "too many rows")
         require(plan.num_tokens <= self.config.max_num_batched_tokens, "too many tokens")
         kinds = [row.count == 1 and row.samples for row in plan.rows]
         require(kinds == sorted(kinds, reverse=True), "a decode row follows a prefill")
         for kind in (True, False):
-            part = [
-                self.requests[r.request_id].order for r, k in zip(plan.rows, kinds) if k == kind
-            ]
+            part = [self.requests[r.seq_id].order for r, k in zip(plan.rows, kinds) if k == kind]
             require(part == sorted(part), "rows are not in the order of service")
         if self.config.batching == "continuous" and first is not None:
             require(first in rows, "the first request does not advance")
         smallest = self.config.min_prefill_chunk_tokens
         for row in plan.rows:
-            request = self.requests[row.request_id]
+            request = self.requests[row.seq_id]
             is_last_chunk = row.samples or request.one_token_after_prompt
             is_first = request.order == orders[0]
             if row.count < smallest and not is_last_chunk:
                 require(is_first, f"{row} is smaller than the smallest chunk")
                 self.count("small_chunk")
-        for request_id, request in self.requests.items():
+        for seq_id, request in self.requests.items():
             if request.is_running and len(request.token_ids) - request.num_computed == 1:
-                require(request_id in rows, f"request {request_id} skips a decode step")
+                require(seq_id in rows, f"request {seq_id} skips a decode step")
 
     def check_row(self, row: PlannedRow) -> None:
-        request = self.requests[row.request_id]
+        request = self.requests[row.seq_id]
         if not request.num_computed and row.start:
             require(row.start % self.config.block_size == 0, "a hit is not a number of blocks")
             require(not request.one_token_after_prompt, "the prefix cache is used")
@@ -303,12 +301,12 @@ class Workload:
 
     def execute(self, plan: StepPlan) -> None:
         self.executor.copy_blocks(plan)
-        rows = [row for row in plan.rows if row.request_id in self.requests]
+        rows = [row for row in plan.rows if row.seq_id in self.requests]
         self.count("copies", len(plan.copies))
         for row in rows:
-            self.executor.write(row, self.requests[row.request_id])
+            self.executor.write(row, self.requests[row.seq_id])
         for row in rows:
-            self.executor.read(row, self.requests[row.request_id])
+            self.executor.read(row, self.requests[row.seq_id])
 
     def step(self) -> None:
         """Schedule, execute, complete and append the sampled tokens."""
@@ -319,24 +317,24 @@ class Workload:
     def finish_step(self, plan: StepPlan) -> None:
         self.scheduler.complete(plan)
         for row in plan.rows:
-            if row.request_id not in self.requests:
+            if row.seq_id not in self.requests:
                 continue
-            request = self.requests[row.request_id]
+            request = self.requests[row.seq_id]
             request.num_computed = row.start + row.count
             if not row.samples:
                 continue
             if request.num_computed == request.num_prompt_tokens and self.random.random() < 0.3:
-                self.fork(row.request_id)
-            self.sample(row.request_id)
+                self.fork(row.seq_id)
+            self.sample(row.seq_id)
 
-    def sample(self, request_id: int) -> None:
-        request = self.requests[request_id]
+    def sample(self, seq_id: int) -> None:
+        request = self.requests[seq_id]
         request.token_ids.append(self.random.randrange(3))
         if len(request.token_ids) >= request.max_total_tokens:
-            del self.requests[request_id]
-            self.scheduler.finish(request_id)
+            del self.requests[seq_id]
+            self.scheduler.finish(seq_id)
             return
-        self.scheduler.append_token(request_id, request.token_ids[-1])
+        self.scheduler.append_token(seq_id, request.token_ids[-1])
         request.update_values()
 
     def fork(self, parent_id: int) -> None:
@@ -344,7 +342,7 @@ class Workload:
         parent = self.requests[parent_id]
         for _ in range(self.random.randrange(1, 4)):
             child = SequenceState(
-                request_id=self.next_id,
+                seq_id=self.next_id,
                 token_ids=parent.token_ids[: parent.num_prompt_tokens],
                 num_prompt_tokens=parent.num_prompt_tokens,
                 priority=parent.priority,
@@ -355,14 +353,14 @@ class Workload:
             self.scheduler.fork(parent_id, child)
             major, minor = parent.arrival
             self.enter(child, parent.max_total_tokens, (major, minor + 1 + self.next_id))
-            request = self.requests[child.request_id]
+            request = self.requests[child.seq_id]
             request.was_planned = True  # a choice reports no cached tokens
             if child.is_running:
                 request.num_computed, request.is_running = parent.num_prompt_tokens, True
                 request.versions = parent.versions[: parent.num_prompt_tokens]
                 self.count("fork")
             self.check()
-            self.sample(child.request_id)
+            self.sample(child.seq_id)
 
     def discard(self) -> None:
         """A forward pass fails before or after its copies and some of its writes; the newest
@@ -371,19 +369,19 @@ class Workload:
         if self.random.random() < 0.5:
             self.executor.copy_blocks(plan)
             for row in plan.rows[::2]:
-                self.executor.write(row, self.requests[row.request_id])
+                self.executor.write(row, self.requests[row.seq_id])
         self.scheduler.discard(plan)
         for row in plan.rows:
-            self.requests[row.request_id].num_computed = row.start
+            self.requests[row.seq_id].num_computed = row.start
         if plan.rows and self.random.random() < 0.5:
-            del self.requests[plan.rows[-1].request_id]
-            self.scheduler.abort(plan.rows[-1].request_id)
+            del self.requests[plan.rows[-1].seq_id]
+            self.scheduler.abort(plan.rows[-1].seq_id)
 
     def abort(self) -> None:
         if self.requests:
-            request_id = self.random.choice(list(self.requests))
-            del self.requests[request_id]
-            self.scheduler.abort(request_id)
+            seq_id = self.random.choice(list(self.requests))
+            del self.requests[seq_id]
+            self.scheduler.abort(seq_id)
 
     def abort_in_step(self) -> None:
         """Abort a request between schedule and complete, or discard."""
@@ -395,8 +393,8 @@ class Workload:
             return
         self.scheduler.discard(plan)
         for row in plan.rows:
-            if row.request_id in self.requests:
-                self.requests[row.request_id].num_computed = row.start
+            if row.seq_id in self.requests:
+                self.requests[row.seq_id].num_computed = row.start
 
     def reset(self) -> None:
         """The weights change: values computed with the old ones are never hit again."""

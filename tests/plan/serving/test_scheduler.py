@@ -30,11 +30,11 @@ BASE = SchedulerConfig(
 
 
 def add(
-    scheduler: Scheduler, request_id: int, prompt: Iterable[int], total: int = 0, **options: object
+    scheduler: Scheduler, seq_id: int, prompt: Iterable[int], total: int = 0, **options: object
 ) -> SequenceState:
     """Add a sequence with this prompt; by default it may generate 20 tokens."""
     tokens = list(prompt)
-    state = SequenceState(request_id, tokens, len(tokens), **options)  # type: ignore[arg-type]  # options of the test
+    state = SequenceState(seq_id, tokens, len(tokens), **options)  # type: ignore[arg-type]  # options of the test
     scheduler.add(state, max_total_tokens=total or len(tokens) + 20)
     return state
 
@@ -45,14 +45,14 @@ def step(scheduler: Scheduler, token: int = 7) -> StepPlan:
     scheduler.complete(plan)
     for row in plan.rows:
         if row.samples:
-            scheduler.append_token(row.request_id, token)
+            scheduler.append_token(row.seq_id, token)
     scheduler.check()
     return plan
 
 
 def spans(plan: StepPlan) -> list[tuple[int, int, int]]:
     """Return (request id, start, count) of each row."""
-    return [(row.request_id, row.start, row.count) for row in plan.rows]
+    return [(row.seq_id, row.start, row.count) for row in plan.rows]
 
 
 def test_decodes_come_first_and_prefills_share_the_rest_of_the_budget() -> None:
@@ -60,8 +60,8 @@ def test_decodes_come_first_and_prefills_share_the_rest_of_the_budget() -> None:
     add(scheduler, 0, range(10))
     add(scheduler, 1, range(50, 60))
     assert spans(step(scheduler)) == [(0, 0, 10), (1, 0, 10)]
-    for request_id in (2, 3, 4):
-        add(scheduler, request_id, range(100 * request_id, 100 * request_id + 20))
+    for seq_id in (2, 3, 4):
+        add(scheduler, seq_id, range(100 * seq_id, 100 * seq_id + 20))
     plan = step(scheduler)
     assert spans(plan) == [(0, 10, 1), (1, 10, 1), (2, 0, 20), (3, 0, 10)]
     assert [row.samples for row in plan.rows] == [True, True, True, False]
@@ -83,8 +83,8 @@ def test_chunk_below_the_minimum_is_not_scheduled_after_other_rows() -> None:
 def test_first_sequence_prefills_even_if_decodes_leave_few_tokens(max_num_seqs: int) -> None:
     config = replace(BASE, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs)
     scheduler = Scheduler(config)
-    for request_id in range(3):
-        add(scheduler, request_id, [request_id], priority=1)
+    for seq_id in range(3):
+        add(scheduler, seq_id, [seq_id], priority=1)
     while scheduler.make_stats().num_running < 3:
         step(scheduler)
     add(scheduler, 9, range(20))
@@ -109,20 +109,18 @@ def test_prefill_limit_of_one_step_does_not_apply_to_decodes() -> None:
 
 def test_order_of_service_is_priority_then_arrival() -> None:
     scheduler = Scheduler(replace(BASE, max_num_batched_tokens=30))
-    for request_id, priority in ((0, 1), (1, 0), (2, 0), (3, -1)):
-        add(
-            scheduler, request_id, range(100 * request_id, 100 * request_id + 20), priority=priority
-        )
+    for seq_id, priority in ((0, 1), (1, 0), (2, 0), (3, -1)):
+        add(scheduler, seq_id, range(100 * seq_id, 100 * seq_id + 20), priority=priority)
     assert spans(step(scheduler)) == [(3, 0, 20), (1, 0, 10)]
 
 
 def test_youngest_sequence_of_the_lowest_priority_is_preempted() -> None:
     scheduler = Scheduler(replace(BASE, num_blocks=6, prefix_caching=False))
-    for request_id, priority in ((0, 0), (1, 1), (2, 1)):
+    for seq_id, priority in ((0, 0), (1, 1), (2, 1)):
         add(
             scheduler,
-            request_id,
-            range(100 * request_id, 100 * request_id + 8),
+            seq_id,
+            range(100 * seq_id, 100 * seq_id + 8),
             24,
             priority=priority,
         )
@@ -158,9 +156,9 @@ def test_preempted_sequence_is_resumed_before_later_arrivals_of_its_priority() -
         step(scheduler)
     add(scheduler, 2, [1])  # fits, but came later
     add(scheduler, 3, [1], priority=1)
-    assert [row.request_id for row in step(scheduler).rows] == [0]
+    assert [row.seq_id for row in step(scheduler).rows] == [0]
     scheduler.finish(0)
-    assert sorted(row.request_id for row in step(scheduler).rows) == [1, 2, 3]
+    assert sorted(row.seq_id for row in step(scheduler).rows) == [1, 2, 3]
 
 
 def test_waiting_sequence_preempts_only_lower_priorities() -> None:
@@ -179,8 +177,8 @@ def test_waiting_sequence_preempts_only_lower_priorities() -> None:
 def test_admission_reserves_blocks_for_prompts_that_are_not_yet_prefilled() -> None:
     config = replace(BASE, num_blocks=12, max_num_batched_tokens=16, batching="static")
     scheduler = Scheduler(config)
-    for request_id in range(3):
-        add(scheduler, request_id, range(100 * request_id, 100 * request_id + 20), 21)
+    for seq_id in range(3):
+        add(scheduler, seq_id, range(100 * seq_id, 100 * seq_id + 20), 21)
     for _ in range(3):
         assert not step(scheduler).preempted
         assert scheduler.make_stats().num_running == 2  # the third would need 15 blocks in total
@@ -199,18 +197,15 @@ def test_every_sequence_finishes_while_new_ones_arrive() -> None:
             added[number] = number
         plan = scheduler.schedule()
         oldest = min(set(added) - set(finished))
-        assert oldest in {row.request_id for row in plan.rows}
+        assert oldest in {row.seq_id for row in plan.rows}
         scheduler.complete(plan)
         for row in plan.rows:
             if not row.samples:
                 continue
-            scheduler.append_token(row.request_id, 1)
-            if (
-                len(states[row.request_id].token_ids)
-                == states[row.request_id].num_prompt_tokens + 8
-            ):
-                scheduler.finish(row.request_id)
-                finished[row.request_id] = number
+            scheduler.append_token(row.seq_id, 1)
+            if len(states[row.seq_id].token_ids) == states[row.seq_id].num_prompt_tokens + 8:
+                scheduler.finish(row.seq_id)
+                finished[row.seq_id] = number
     assert scheduler.make_stats().num_preemptions > 0
     for number in sorted(finished):
         num_before = sum(other <= number and finished.get(other, 600) > number for other in added)
@@ -220,15 +215,15 @@ def test_every_sequence_finishes_while_new_ones_arrive() -> None:
 
 def test_static_batching_admits_only_when_no_sequence_runs() -> None:
     scheduler = Scheduler(replace(BASE, batching="static", max_num_batched_tokens=16))
-    for request_id in range(3):
-        add(scheduler, request_id, range(100 * request_id, 100 * request_id + 10))
+    for seq_id in range(3):
+        add(scheduler, seq_id, range(100 * seq_id, 100 * seq_id + 10))
     step(scheduler)
     assert scheduler.make_stats().num_running == 3  # admitted, although the budget is used up
     add(scheduler, 3, range(50, 55), priority=-1)
     for _ in range(5):
-        assert 3 not in {row.request_id for row in step(scheduler).rows}
-    for request_id in range(3):
-        scheduler.finish(request_id)
+        assert 3 not in {row.seq_id for row in step(scheduler).rows}
+    for seq_id in range(3):
+        scheduler.finish(seq_id)
     assert spans(step(scheduler)) == [(3, 0, 5)]
 
 
@@ -256,16 +251,16 @@ def test_blocks_completed_in_decode_are_hit_by_the_next_turn() -> None:
 
 def test_sequence_that_does_not_read_the_cache_still_fills_it() -> None:
     scheduler = Scheduler(BASE)
-    for request_id in (0, 1):
-        add(scheduler, request_id, range(9), reads_prefix_cache=request_id > 0)
-        assert spans(step(scheduler))[-1] == (request_id, 8 * request_id, 9 - 8 * request_id)
+    for seq_id in (0, 1):
+        add(scheduler, seq_id, range(9), reads_prefix_cache=seq_id > 0)
+        assert spans(step(scheduler))[-1] == (seq_id, 8 * seq_id, 9 - 8 * seq_id)
     add(scheduler, 2, range(9), reads_prefix_cache=False)
     assert spans(step(scheduler))[-1] == (2, 0, 9)
 
 
 def test_equal_prompts_of_one_step_share_their_blocks_afterwards() -> None:
     scheduler = Scheduler(BASE)
-    states = [add(scheduler, request_id, range(9)) for request_id in range(3)]
+    states = [add(scheduler, seq_id, range(9)) for seq_id in range(3)]
     step(scheduler)
     assert len({tuple(state.block_tables[0][:2]) for state in states}) == 1
     assert scheduler.make_stats().num_used_blocks == 2 + 3
@@ -348,12 +343,12 @@ def test_fork_without_a_free_row_waits_and_hits_the_prompt() -> None:
 
 def test_waiting_fork_does_not_preempt_later_arrivals_of_its_priority() -> None:
     scheduler = Scheduler(replace(BASE, max_num_seqs=2))
-    for request_id in (0, 1):
-        add(scheduler, request_id, range(100 * request_id, 100 * request_id + 10))
+    for seq_id in (0, 1):
+        add(scheduler, seq_id, range(100 * seq_id, 100 * seq_id + 10))
     scheduler.complete(scheduler.schedule())
     scheduler.fork(0, SequenceState(2, list(range(10)), 10))
-    for request_id in range(3):
-        scheduler.append_token(request_id, 3)
+    for seq_id in range(3):
+        scheduler.append_token(seq_id, 3)
     plan = step(scheduler)
     assert not plan.preempted
     assert spans(plan) == [(0, 10, 1), (1, 10, 1)]
@@ -483,8 +478,8 @@ def test_invalid_sizes_are_rejected(field: str, value: int, message: str) -> Non
 
 def test_abort_frees_the_blocks_of_waiting_running_and_planned_sequences() -> None:
     scheduler = Scheduler(replace(BASE, max_num_seqs=2, prefix_caching=False))
-    for request_id in range(3):
-        add(scheduler, request_id, range(9))
+    for seq_id in range(3):
+        add(scheduler, seq_id, range(9))
     step(scheduler)
     scheduler.abort(2)
     scheduler.abort(1)
@@ -532,8 +527,8 @@ def test_planning_64_decode_rows_takes_less_than_half_a_millisecond() -> None:
     scheduler = Scheduler(
         replace(BASE, num_blocks=5000, block_size=16, max_num_seqs=64, max_num_batched_tokens=8192)
     )
-    for request_id in range(64):
-        add(scheduler, request_id, [request_id] * 100, 1000)
+    for seq_id in range(64):
+        add(scheduler, seq_id, [seq_id] * 100, 1000)
     step(scheduler)
 
     def measure() -> float:
@@ -545,7 +540,7 @@ def test_planning_64_decode_rows_takes_less_than_half_a_millisecond() -> None:
             scheduler.complete(plan)
             seconds.append(time.process_time() - begin)
             for row in plan.rows:
-                scheduler.append_token(row.request_id, 1)
+                scheduler.append_token(row.seq_id, 1)
         return median(seconds)
 
     assert least_of(measure, below=0.5e-3) < 0.5e-3
