@@ -175,7 +175,7 @@ class InferenceEngine:
         )
         request = _Request(output, params, seed, deadline, bad_word_ids)
         if params.cache_salt is not None:
-            salt = b"\0".join([salt, params.cache_salt.encode()])
+            salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
         choice = self._new_choice(request, 0, salt)
         self.scheduler.add(choice.state, max_total_tokens=self._max_total_tokens(request))
         self._num_requests += 1
