@@ -1,5 +1,5 @@
-"""`megalith bench overlap`: measure the communication time of a step, and how much of it
-overlaps with computation."""
+"""`megalith bench`: `overlap` measures the communication time of a training step, and how much of
+it overlaps with computation; the other subcommands measure text generation."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
+from megalith.cli import bench_serving
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers, resolve_recompute
@@ -19,6 +20,12 @@ from megalith.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from megalith.train.exposed_communication import ExposedCommunication
+
+
+SUBCOMMANDS = {
+    "overlap": "total and exposed time of each kind of communication in a training step",
+    **bench_serving.SUBCOMMANDS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +53,19 @@ class OverlapCommand:
 
 
 def main(argv: list[str]) -> int:
-    """Run `megalith bench overlap RECIPE`."""
+    """Run a subcommand of `megalith bench`."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            "usage: megalith bench overlap RECIPE [--nproc N] [--latency-ms MS] "
-            "[--gigabytes-per-second G] [overrides]"
-            "\n\n  overlap   total and exposed time of each kind of communication in a step"
-        )
+        rows = "\n".join(f"  {name:<12}{text}" for name, text in SUBCOMMANDS.items())
+        print(f"usage: megalith bench SUBCOMMAND [...]\n\n{rows}")
         return 0
-    if argv[0] != "overlap":
-        advice = did_you_mean(argv[0], ["overlap"])
+    if argv[0] not in SUBCOMMANDS:
+        advice = did_you_mean(argv[0], SUBCOMMANDS)
         raise ConfigError(
-            f"{argv[0]} is not a subcommand of `megalith bench`.{advice} Use overlap."
+            f"{argv[0]} is not a subcommand of `megalith bench`.{advice} "
+            f"Use one of {', '.join(SUBCOMMANDS)}."
         )
+    if argv[0] in bench_serving.SUBCOMMANDS:
+        return bench_serving.main(argv[0], argv[1:])
     rest, overrides = split_overrides(argv[1:], TrainRun)
     command = parse_options(OverlapCommand, rest, prog="megalith bench overlap", root=TrainRun)
     _check(command)

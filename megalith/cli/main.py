@@ -28,13 +28,15 @@ SUMMARIES = {
     "routing": "expert load and cross-layer routing predictability of a run",
     "generate": "generate text with a checkpoint or a Hugging Face model",
     "chat": "chat with a fine-tuned model in the terminal",
+    "serve": "serve a model over HTTP with the OpenAI API",
+    "run-batch": "process a file of OpenAI requests without a server",
     "recipes": "list, show and compare recipes, with parameters and memory",
     "plan": "memory, communication and compute of a parallel layout, before a run",
     "verify": "verify on this machine that a layout gives the results of one process",
     "convert": "convert Hugging Face models to Megalith checkpoints and back",
     "checkpoint": "inspect, verify and compare checkpoints",
     "from-megatron": "translate Megatron arguments or a launch script to a run",
-    "bench": "measure the communication overlap of a training step",
+    "bench": "measure text generation, and the communication of a training step",
     "doctor": "hardware, measured speed and available features of this machine",
 }
 

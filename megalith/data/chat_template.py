@@ -12,6 +12,7 @@ from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megalith import storage
@@ -109,13 +110,17 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a conversation; with `prompt`, add the generation prompt.
+
+        `variables`: more variables of the template; they do not replace those above.
 
         Raises:
             DataError: the template raises an error.
         """
-        return self._render(messages, tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
+        text = self._render(messages, tools, prompt=prompt, more=variables or {})
+        return text.replace(_OPEN, "").replace(_CLOSE, "")
 
     def pieces(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
@@ -194,7 +199,12 @@ class ChatTemplate:
         return _merge_pieces(pieces)
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        prompt: bool,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         plain = [
             {name: value for name, value in message.items() if name != "train"}
@@ -202,6 +212,7 @@ class ChatTemplate:
         ]
         environment, template = self._compiled
         variables = {
+            **more,
             "messages": plain,
             "tools": None if tools is None else list(tools),
             "documents": None,

@@ -309,3 +309,27 @@ def appends_eod(tokenizer: Tokenizer) -> bool:
     return not isinstance(tokenizer, NullTokenizer) and tokenizer.encode("a")[-1:] == [
         tokenizer.eod
     ]
+
+
+def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a prompt, without an end token. An empty text begins a document.
+
+    Raises:
+        DataError: the text is not valid Unicode, or it is empty and the tokenizer has no token to
+            begin with.
+    """
+    try:
+        text.encode()
+    except (
+        UnicodeEncodeError
+    ) as error:  # the shell passes bytes that are not UTF-8 as lone surrogates
+        raise DataError(
+            f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text."
+        ) from error
+    ids = tokenizer.encode(text)
+    if ids and appends_eod(tokenizer):
+        ids = ids[:-1]
+    if not ids:
+        # In training documents are concatenated, so a document begins after an end token.
+        ids = [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    return ids

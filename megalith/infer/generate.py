@@ -5,36 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import EngineConfig
-from megalith.data.tokenizer import StreamDecoder, Tokenizer, appends_eod
+from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
 from megalith.errors import CheckpointError, DataError
 from megalith.infer.load import TextGenerator, build_engine
 from megalith.infer.outputs import TokenOutput
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.plan.keys import key
-
-
-def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt, without an end token. An empty text begins a document.
-
-    Raises:
-        DataError: the text is not valid Unicode, or it is empty and the tokenizer has no token to
-            begin with.
-    """
-    try:
-        text.encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # the shell passes bytes that are not UTF-8 as lone surrogates
-        raise DataError(
-            f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text."
-        ) from error
-    ids = tokenizer.encode(text)
-    if ids and appends_eod(tokenizer):
-        ids = ids[:-1]
-    if not ids:
-        # In training documents are concatenated, so a document begins after an end token.
-        ids = [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
-    return ids
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ from megalith.config.generation import SamplingParams
 from megalith.config.kernels import Kernel
 from megalith.config.serve import EngineConfig
 from megalith.data.chat_template import Message, find_template
+from megalith.data.tokenizer import encode_prompt
 from megalith.errors import ConfigError, DataError, UserError
 from megalith.infer.chat import select_template, with_turn_end
 from megalith.infer.engine import EngineCallback, InferenceEngine
-from megalith.infer.generate import encode_prompt
 from megalith.infer.load import TextGenerator, build_engine, load_text_generator, open_source
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.parallel.mesh import build_single_rank_mesh

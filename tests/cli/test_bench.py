@@ -91,4 +91,5 @@ def test_user_errors_are_messages(
 
 def test_help_describes_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
-    assert "megalith bench overlap RECIPE" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "megalith bench SUBCOMMAND" in out and "  overlap " in out and "  serve " in out

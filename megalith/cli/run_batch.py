@@ -1,0 +1,120 @@
+"""`megalith run-batch`: process a file of OpenAI requests without a server."""
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from megalith import storage
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.generate import DTYPES
+from megalith.config.kernels import Kernel
+from megalith.config.server import ServeConfig, ServeRun, serve_problems
+from megalith.config.tree import apply_overrides, to_dict
+from megalith.errors import ConfigError, DataError, raise_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatchOptions:
+    """Process a batch file of the OpenAI API: one JSON object per line with custom_id, url
+    (/v1/completions or /v1/chat/completions) and body.
+
+    Settings of the engine are options too, such as --engine.max_num_seqs 16.
+    """
+
+    source: Positional[str]
+    """Folder of a run (its latest checkpoint), a checkpoint, or a Hugging Face model; or the
+    name of a run under runs/."""
+
+    input: str
+    """Batch file; - is standard input."""
+
+    output: str
+    """New file for the responses, one JSON object per line in the order of completion; - is
+    standard output."""
+
+    served_model_name: str | None = None
+    """Name of the model in requests; default: the name of its folder."""
+
+    template: str | None = None
+    """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
+    file; default: that of the fine-tuning run, else the model's."""
+
+    generation_defaults: Literal["model", "none"] = "model"
+    """model: sampling parameters that a request leaves out have the values of the model's
+    generation_config.json; none: those of the OpenAI API."""
+
+    dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
+
+    kernels: Kernel = "auto"
+    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
+    plain definitions."""
+
+    base: str | None = None
+    """For adapters: their base model; default: the one that the adapters name."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megalith run-batch`; exits with 1 if a request failed."""
+    rest, overrides = split_overrides(argv, ServeRun)
+    options = parse_options(RunBatchOptions, rest, prog="megalith run-batch")
+    name = options.served_model_name or Path(options.source).resolve().name
+    server = ServeConfig(
+        served_model_name=name,
+        generation_defaults=options.generation_defaults,
+        max_queue=1_000_000,  # the file is the queue
+        max_queue_tokens=2**40,
+    )
+    run = apply_overrides(ServeRun(server=server), overrides)
+    raise_all(serve_problems(run))
+    from megalith.serve.transport import check_packages
+
+    check_packages("megalith run-batch")
+    from megalith.serve.batch import read_batch, run_batch
+
+    requests = read_batch(read_input(options.input), options.input)
+    if options.output != "-" and Path(options.output).exists():
+        raise ConfigError(
+            f"--output={options.output}: the file exists. Remove it, or use another name."
+        )
+    settings = {
+        "source": options.source,
+        "engine": to_dict(run.engine),
+        "served_model_name": name,
+        "base": options.base,
+        "dtype": DTYPES[options.dtype] if options.dtype else None,
+        "kernels": options.kernels,
+        "template": options.template,
+    }
+    num_failed = asyncio.run(
+        run_batch(run.server, settings, requests, lambda line: write_line(options.output, line))
+    )
+    print(f"{len(requests)} requests, {num_failed} failed", file=sys.stderr)
+    return int(num_failed > 0)
+
+
+def read_input(name: str) -> str:
+    """Return the text of the batch file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return sys.stdin.read() if name == "-" else storage.read_text(Path(name), allow_pipe=True)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(f"--input={name}: {reason}. Use a JSON lines file.") from None
+
+
+def write_line(name: str, line: dict[str, Any]) -> None:
+    """Append a line to the output."""
+    text = json.dumps(line, ensure_ascii=False)
+    if name == "-":
+        print(text, flush=True)
+    else:
+        storage.append_line(Path(name), text.encode())

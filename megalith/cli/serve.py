@@ -1,0 +1,143 @@
+"""`megalith serve`: serve a model with the OpenAI API."""
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.generate import DTYPES
+from megalith.config.kernels import Kernel
+from megalith.config.server import ServeConfig, ServeRun, serve_problems
+from megalith.config.tree import apply_overrides, to_dict
+from megalith.errors import raise_all
+
+API_KEY_VARIABLE = "MEGALITH_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Serve the model of a run, a checkpoint, or a Hugging Face folder with the OpenAI API.
+
+    Settings of the engine are options too, such as --engine.max_num_seqs 16 or
+    --engine.cache.memory_fraction 0.5; docs/howto/serve.md explains them.
+    """
+
+    source: Positional[str]
+    """Folder of a run (its latest checkpoint), a checkpoint, or a Hugging Face model; or the
+    name of a run under runs/."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts connections from other machines."""
+
+    port: int = 5000
+    """TCP port; 0 chooses a free one, which is printed."""
+
+    served_model_name: str | None = None
+    """Name of the model in requests; default: the name of its folder."""
+
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which a request must send; better in the environment variable
+    MEGALITH_API_KEY, which other users of this machine cannot read."""
+
+    max_queue: int = 1024
+    """Maximum number of waiting sequences; more requests get status 429."""
+
+    max_queue_tokens: int = 4_194_304
+    """Maximum number of prompt tokens of all unfinished requests."""
+
+    request_timeout_s: float | None = None
+    """Requests that take longer end with status 408; default: no limit."""
+
+    max_body_bytes: int = 33_554_432
+    """Maximum size of a request body."""
+
+    drain_timeout: float = 30.0
+    """Seconds for requests in flight to finish after SIGTERM."""
+
+    ssl_certfile: str | None = None
+    """Certificate file (PEM) for TLS."""
+
+    ssl_keyfile: str | None = None
+    """File with the private key of the certificate."""
+
+    template: str | None = None
+    """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
+    file; default: that of the fine-tuning run, else the model's."""
+
+    generation_defaults: Literal["model", "none"] = "model"
+    """model: sampling parameters that a request leaves out have the values of the model's
+    generation_config.json; none: those of the OpenAI API."""
+
+    dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
+
+    kernels: Kernel = "auto"
+    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
+    plain definitions."""
+
+    base: str | None = None
+    """For adapters: their base model; default: the one that the adapters name."""
+
+    enable_admin: bool = False
+    """Serve control endpoints, such as POST /reset_prefix_cache."""
+
+    log_requests: bool = False
+    """Log prompts."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megalith serve`."""
+    rest, overrides = split_overrides(argv, ServeRun)
+    options = parse_options(ServeOptions, rest, prog="megalith serve")
+    run = apply_overrides(ServeRun(server=build_config(options)), overrides)
+    raise_all(serve_problems(run))
+    from megalith.serve.transport import check_packages
+
+    check_packages("megalith serve")
+    from megalith.serve.server import open_listener, serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    name = run.server.served_model_name or Path(options.source).resolve().name
+    server = replace(run.server, served_model_name=name)
+    settings = {
+        "source": options.source,
+        "engine": to_dict(run.engine),
+        "served_model_name": name,
+        "base": options.base,
+        "dtype": DTYPES[options.dtype] if options.dtype else None,
+        "kernels": options.kernels,
+        "template": options.template,
+        "log_requests": run.server.log_requests,
+    }
+    return asyncio.run(serve(server, open_listener(server), settings, show))
+
+
+def build_config(options: ServeOptions) -> ServeConfig:
+    """Return the settings of the HTTP server."""
+    from_environment = os.environ.get(API_KEY_VARIABLE)
+    return ServeConfig(
+        host=options.host,
+        port=options.port,
+        served_model_name=options.served_model_name,
+        api_keys=options.api_key or ((from_environment,) if from_environment else ()),
+        max_queue=options.max_queue,
+        max_queue_tokens=options.max_queue_tokens,
+        request_timeout_s=options.request_timeout_s,
+        max_body_bytes=options.max_body_bytes,
+        drain_timeout_s=options.drain_timeout,
+        generation_defaults=options.generation_defaults,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        enable_admin=options.enable_admin,
+        log_requests=options.log_requests,
+    )
+
+
+def show(text: str) -> None:
+    """Print a line about the server at once."""
+    print(text, flush=True)

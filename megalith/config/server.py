@@ -1,0 +1,95 @@
+"""Settings of the HTTP server: `ServeConfig`, and `ServeRun` with the engine behind it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from megalith.config.fields import Example, Ge, Gt, Le, range_problems
+from megalith.config.serve import EngineConfig
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Address, names, keys and limits of the HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts connections from other machines."""
+
+    port: Annotated[int, Ge(0), Le(65535), Example(5000)] = 5000
+    """TCP port; 0 chooses a free one, which is printed."""
+
+    served_model_name: str | None = None
+    """Name of the model in requests. Unset: the name of its folder."""
+
+    api_keys: tuple[str, ...] = ()
+    """Keys, one of which a request must send as `Authorization: Bearer KEY`. None: no keys."""
+
+    max_queue: Annotated[int, Ge(1), Example(1024)] = 1024
+    """Maximum number of waiting sequences (prompts times n) beyond those that run; more are
+    rejected with status 429."""
+
+    max_queue_tokens: Annotated[int, Ge(1), Example(4_194_304)] = 4 * MIB
+    """Maximum number of prompt tokens of all unfinished requests; more are rejected with status
+    429. A single request is always allowed."""
+
+    request_timeout_s: Annotated[float | None, Gt(0), Example(600.0)] = None
+    """Requests that take longer end with status 408. Unset: no limit."""
+
+    body_timeout_s: Annotated[float, Gt(0), Example(60.0)] = 60.0
+    """A client that takes longer to send a request body gets status 408."""
+
+    max_body_bytes: Annotated[int, Ge(1), Example(32 * MIB)] = 32 * MIB
+    """Maximum size of a request body; larger ones are rejected with status 413."""
+
+    drain_timeout_s: Annotated[float, Ge(0), Example(30.0)] = 30.0
+    """After SIGTERM, requests in flight have this many seconds to finish."""
+
+    ssl_certfile: str | None = None
+    """Certificate file (PEM) for TLS."""
+
+    ssl_keyfile: str | None = None
+    """File with the private key of the certificate."""
+
+    generation_defaults: Literal["model", "none"] = "model"
+    """model: sampling parameters that a request leaves out have the values of the model's
+    generation_config.json; none: the defaults of the OpenAI API."""
+
+    enable_admin: bool = False
+    """Serve the control endpoints, such as POST /reset_prefix_cache."""
+
+    log_requests: bool = False
+    """Log prompts. They are never logged otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRun:
+    """Settings of `megalith serve`."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServeConfig = field(default_factory=ServeConfig)
+
+
+def serve_problems(run: ServeRun) -> list[str]:
+    """Return a message for every invalid setting of a server."""
+    server = run.server
+    problems = range_problems(run)
+    if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
+        problems.append(
+            f"--ssl-certfile={server.ssl_certfile} with --ssl-keyfile={server.ssl_keyfile}: TLS "
+            "needs both files. Pass both options, or none."
+        )
+    for name, path in (("cert", server.ssl_certfile), ("key", server.ssl_keyfile)):
+        if path is not None and not Path(path).is_file():
+            problems.append(f"--ssl-{name}file={path}: no such file. Pass a PEM file.")
+    for key in server.api_keys:
+        if not key or not key.isascii() or not key.isprintable() or key.strip() != key:
+            problems.append(
+                "--api-key: a key must have only printable ASCII characters without spaces around "
+                "them. Use for example the output of `openssl rand -hex 32`."
+            )
+            break
+    if server.served_model_name == "":
+        problems.append("--served-model-name is empty. Pass a name, or omit it.")
+    return problems

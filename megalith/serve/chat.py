@@ -1,0 +1,363 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.config.generation import MAX_STOP_STRINGS, SamplingParams
+from megalith.errors import DataError
+from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
+from megalith.serve.client import PromptRequest
+from megalith.serve.errors import invalid
+from megalith.serve.limits import MAX_TEMPLATE_VARIABLES_BYTES
+from megalith.serve.model_info import ServedModel
+from megalith.serve.sampling_fields import (
+    COMMON_FIELDS,
+    check_unsupported,
+    count_unknown,
+    fit_context,
+    read_bool,
+    read_int,
+    read_params,
+    read_stream_options,
+)
+from megalith.serve.sse import DONE, PING, event
+from megalith.serve.state import RequestContext, ServerState
+from megalith.serve.token_text import chat_logprobs
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FIELDS = frozenset(
+    (
+        *COMMON_FIELDS,
+        "messages",
+        "top_logprobs",
+        "chat_template_kwargs",
+        "response_format",
+        "parallel_tool_calls",
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "audio",
+        "modalities",
+        "prediction",
+        "web_search_options",
+        "reasoning_effort",
+    )
+)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None, "none"),
+}
+"""Fields of the OpenAI API with the values that are supported."""
+
+RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+)
+"""Template variables that requests cannot set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A valid request with its encoded conversation."""
+
+    model: ServedModel
+    token_ids: list[int]
+    params: SamplingParams
+    top_logprobs: int | None
+    """Most likely tokens at each position; None: no log-probs."""
+
+    stream: bool
+    include_usage: bool
+    interval: int
+    returns_token_ids: bool
+
+
+async def create_chat_completion(
+    state: ServerState, context: RequestContext
+) -> dict[str, Any] | AsyncGenerator[bytes, None]:
+    """Return the response, or the events of its stream.
+
+    Raises:
+        ApiError: the request is invalid or cannot be processed.
+    """
+    request = await parse_chat_request(state, context.body)
+    state.check_capacity(request.params.n, len(request.token_ids))
+    response = _ChatResponse(request, state)
+    if request.stream:
+        return response.stream(context.request_id)
+    return await response.complete(context.request_id)
+
+
+async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request of a JSON body.
+
+    Raises:
+        ApiError: it is invalid.
+    """
+    model = state.find_model(body.get("model"))
+    check_unsupported(body, UNSUPPORTED, "/v1/chat/completions")
+    count_unknown(body, FIELDS, state)
+    stream, include_usage = read_stream_options(body)
+    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    logprobs, top_logprobs = read_bool(body, "logprobs"), body.get("top_logprobs")
+    if top_logprobs is not None and not logprobs:
+        raise invalid("top_logprobs needs logprobs=true. Remove it, or set both.", "top_logprobs")
+    num_top = (0 if top_logprobs is None else top_logprobs) if logprobs else None
+    params = read_params(body, model, state, logprobs=(num_top, "top_logprobs"))
+    messages = read_messages(body.get("messages"))
+    token_ids = await render_messages(model, messages, body, add_generation_prompt=True)
+    params = fit_context(params, len(token_ids), model, body, prompt_field="messages")
+    return ChatRequest(
+        model,
+        token_ids,
+        end_with_turn(params, model),
+        num_top,
+        stream,
+        include_usage,
+        interval or 1,
+        read_bool(body, "return_prompt_tokens"),
+    )
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:  # JSON
+    """Return the messages of a request for the chat template.
+
+    Raises:
+        ApiError: they are invalid.
+    """
+    example = '[{"role": "user", "content": "Hello"}]'
+    if not isinstance(value, list) or not value:
+        what = " is missing" if value is None else f"={value!r:.60} must be a list of messages"
+        raise invalid(f"messages{what}. Use {example}.", "messages")
+    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _read_message(value: Any, name: str) -> dict[str, Any]:  # JSON
+    if not isinstance(value, dict):
+        raise invalid(
+            f'{name}={value!r:.60} must be an object with the keys "role" and "content".',
+            "messages",
+        )
+    role = value.get("role")
+    if role not in ROLES:
+        raise invalid(
+            f"{name}.role={role!r:.60} must be one of {', '.join(ROLES)}. Use user.", "messages"
+        )
+    content = value.get("content")
+    if isinstance(content, list):
+        content = "".join(
+            _read_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)
+        )
+    if content is None and role == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise invalid(
+            f"{name}.content={content!r:.60} must be a text, or a list of parts such as "
+            '{"type": "text", "text": "Hello"}.',
+            "messages",
+        )
+    # Templates of models know the older name only.
+    return {**value, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _read_part(part: Any, name: str) -> str:  # JSON
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise invalid(
+        f"{name}.type={kind!r:.60} is not supported by this model. Use "
+        '{"type": "text", "text": "Hello"}.',
+        "messages",
+    )
+
+
+async def render_messages(
+    model: ServedModel,
+    messages: list[dict[str, Any]],
+    body: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+) -> list[int]:
+    """Return the token ids of a conversation, rendered on another thread.
+
+    Raises:
+        ApiError: the template variables are invalid, there is no template, or it rejects the
+            messages.
+    """
+    variables = read_template_variables(body.get("chat_template_kwargs"))
+    try:
+        return await asyncio.to_thread(
+            model.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+    except DataError as error:
+        raise invalid(f"messages: {error}", "messages") from None
+
+
+def read_template_variables(value: Any) -> dict[str, Any]:  # JSON
+    """Return the variables that a request sets in the chat template.
+
+    Raises:
+        ApiError: they are too large, or replace variables of the server.
+    """
+    name = "chat_template_kwargs"
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise invalid(
+            f'{name}={value!r:.60} must be an object, such as {{"enable_thinking": false}}.', name
+        )
+    reserved = [key for key in value if key in RESERVED_VARIABLES]
+    if reserved:
+        raise invalid(f"{name} cannot set {reserved[0]}. Remove it.", name)
+    nbytes = len(json.dumps(value))
+    if nbytes > MAX_TEMPLATE_VARIABLES_BYTES:
+        raise invalid(
+            f"{name} has {nbytes} bytes, but the limit is {MAX_TEMPLATE_VARIABLES_BYTES}. "
+            "Use fewer.",
+            name,
+        )
+    return value
+
+
+def end_with_turn(params: SamplingParams, model: ServedModel) -> SamplingParams:
+    """Return the parameters with what ends an assistant turn as additional stops.
+
+    Raises:
+        ApiError: there are too many stop strings.
+    """
+    stop_text = model.info.turn_end_text
+    if stop_text and len(params.stop) >= MAX_STOP_STRINGS:
+        raise invalid(
+            f"stop has {len(params.stop)} texts, and the chat template adds one; the limit is "
+            f"{MAX_STOP_STRINGS}. Use {MAX_STOP_STRINGS - 1} or less.",
+            "stop",
+        )
+    return replace(
+        params,
+        stop_token_ids=(*params.stop_token_ids, *model.info.turn_end_ids),
+        stop=(*params.stop, *([stop_text] if stop_text else [])),
+    )
+
+
+class _ChatResponse:
+    """The response to one request."""
+
+    def __init__(self, request: ChatRequest, state: ServerState) -> None:
+        self._request, self._state = request, state
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": request.model.name,
+            "system_fingerprint": None,
+        }
+
+    async def complete(self, uid: str) -> dict[str, Any]:
+        """Return the response when all choices are finished."""
+        async with self._generate(uid) as generation:
+            usage = Usage(generation, len(self._request.token_ids))
+            choices = []
+            for (_, index), delta in (await collect_choices(generation)).items():
+                usage.add(delta)
+                choices.append(self._choice(index, delta))
+            return self._head | {"choices": choices, "usage": usage.to_json()}
+
+    async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream."""
+        async with self._generate(uid) as generation:
+            usage = Usage(generation, len(self._request.token_ids))
+            deltas = iterate_deltas(generation, interval=self._request.interval)
+            is_first = True
+            async with aclosing(deltas):
+                async for batch in deltas:
+                    events = self._first_events() if is_first else []
+                    is_first = False
+                    for (_, index), delta in batch:
+                        usage.add(delta)
+                        events += self._events(index, delta)
+                    yield b"".join(events) or PING
+            if self._request.include_usage:
+                yield event(self._head | {"choices": [], "usage": usage.to_json()})
+            yield DONE
+
+    def _generate(self, uid: str) -> Any:  # the context manager of EngineClient.generate
+        request = PromptRequest(self._request.token_ids, self._request.params)
+        return self._state.client.generate([request], uid=uid)
+
+    def _choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._request.returns_token_ids:
+            choice["generation_token_ids"] = delta.token_ids
+            choice["prompt_token_ids"] = self._request.token_ids
+        return choice
+
+    def _first_events(self) -> list[bytes]:
+        """Return the events with the role of each choice."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._event(index, delta) for index in range(self._request.params.n)]
+
+    def _events(self, index: int, delta: ChoiceDelta) -> list[bytes]:
+        """Return the events of consecutive outputs: their text, and the end of the choice."""
+        events = []
+        if delta.text or delta.logprobs:
+            logprobs = self._logprobs(delta)
+            events.append(self._event(index, {"content": delta.text}, logprobs=logprobs))
+        if delta.finish_reason is not None:
+            events.append(self._event(index, {}, end=delta))
+        return events
+
+    def _event(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        end: ChoiceDelta | None = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": None if end is None else end.finish_reason,
+        }
+        if end is not None:
+            choice["stop_reason"] = end.stop_reason
+        extra = {"usage": None} if self._request.include_usage else {}
+        return event(self._head | {"choices": [choice]} | extra)
+
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        num_top = self._request.top_logprobs
+        if num_top is None:
+            return None
+        content = chat_logprobs(self._state.token_texts(), delta.logprobs, num_top=num_top)
+        return {"content": content, "refusal": None}

@@ -1,0 +1,102 @@
+"""Outputs of a generation as the choices of a response, complete or as deltas of a stream."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalith.serve.client import Generation
+from megalith.serve.protocol import Logprobs, TokenUpdate
+from megalith.serve.sse import PING_SECONDS
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """Consecutive outputs of one choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    """stop, length, abort or tool_calls."""
+
+    stop_reason: int | str | None = None
+
+    def add(self, update: TokenUpdate) -> None:
+        """Append an output."""
+        self.text += update.text
+        if update.token is not None:
+            self.token_ids.append(update.token)
+        if update.logprobs is not None:
+            self.logprobs.append(Logprobs(*update.logprobs))
+        if update.finish_reason is not None:
+            reason = update.finish_reason
+            self.finish_reason = "length" if reason == "context" else reason
+            self.stop_reason = update.stop_reason
+
+    def is_ready(self, interval: int) -> bool:
+        """Whether it is sent now: it has text and at least `interval` tokens, or the choice
+        ended."""
+        if self.finish_reason is not None:
+            return True
+        return bool(self.text) and len(self.token_ids) >= interval
+
+
+ChoiceKey = tuple[int, int]
+"""Index of the prompt, and of the choice among its `n`."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a request."""
+
+    generation: Generation
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Count the tokens of a delta."""
+        self.num_completion_tokens += len(delta.token_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the usage object of the OpenAI API."""
+        cached = sum(
+            prompt.num_cached_tokens for prompt in self.generation.prompts if prompt is not None
+        )
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def collect_choices(generation: Generation) -> dict[ChoiceKey, ChoiceDelta]:
+    """Return all choices when they are finished, in the order of prompts and choices.
+
+    Raises:
+        ApiError: a request failed.
+    """
+    choices: dict[ChoiceKey, ChoiceDelta] = {}
+    while generation.num_unfinished:
+        for prompt, update in await generation.next():
+            choices.setdefault((prompt, update.choice), ChoiceDelta()).add(update)
+    return dict(sorted(choices.items()))
+
+
+async def iterate_deltas(
+    generation: Generation, *, interval: int
+) -> AsyncGenerator[list[tuple[ChoiceKey, ChoiceDelta]], None]:
+    """Yield the deltas of all choices as they are generated; outputs that accumulated while the
+    reader was slow are one delta. An empty list: nothing happened for a while.
+
+    Raises:
+        ApiError: a request failed.
+    """
+    pending: dict[ChoiceKey, ChoiceDelta] = {}
+    while generation.num_unfinished:
+        updates = await generation.next(timeout=PING_SECONDS)
+        for prompt, update in updates:
+            pending.setdefault((prompt, update.choice), ChoiceDelta()).add(update)
+        ready = [key for key, delta in pending.items() if delta.is_ready(interval)]
+        if ready or not updates:
+            yield [(key, pending.pop(key)) for key in ready]

@@ -1,0 +1,293 @@
+"""POST /v1/completions: continuations of prompts."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.config.generation import SamplingParams
+from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
+from megalith.errors import DataError
+from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
+from megalith.serve.client import Generation, PromptRequest
+from megalith.serve.errors import ApiError, invalid
+from megalith.serve.model_info import ServedModel
+from megalith.serve.protocol import Logprobs
+from megalith.serve.sampling_fields import (
+    COMMON_FIELDS,
+    check_unsupported,
+    count_unknown,
+    fit_context,
+    max_tokens_name,
+    read_bool,
+    read_int,
+    read_params,
+    read_stream_options,
+)
+from megalith.serve.sse import DONE, PING, event
+from megalith.serve.state import RequestContext, ServerState
+from megalith.serve.token_text import CompletionLogprobs
+
+DEFAULT_MAX_TOKENS = 16
+FIELDS = frozenset((*COMMON_FIELDS, "prompt", "echo", "best_of", "suffix"))
+MIN_ENCODED_IN_THREAD_CHARACTERS = 4096
+"""Longer prompts are tokenized on another thread, so that other streams continue (heuristic)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt of a request."""
+
+    token_ids: list[int]
+    text: str | None
+    """None: the request has token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A valid request with encoded prompts."""
+
+    model: ServedModel
+    prompts: list[EncodedPrompt]
+    params: list[SamplingParams]
+    """Of each prompt."""
+
+    echo: bool
+    stream: bool
+    include_usage: bool
+    interval: int
+    """Tokens between two chunks of a choice."""
+
+    returns_token_ids: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of each prompt."""
+        return self.params[0].n
+
+
+async def create_completion(
+    state: ServerState, context: RequestContext
+) -> dict[str, Any] | AsyncGenerator[bytes, None]:
+    """Return the response, or the events of its stream.
+
+    Raises:
+        ApiError: the request is invalid or cannot be processed.
+    """
+    request = await parse_completion_request(state, context.body)
+    state.check_capacity(len(request.prompts) * request.num_choices, request.num_prompt_tokens)
+    response = _CompletionResponse(request, state)
+    if request.stream:
+        return response.stream(context.request_id)
+    return await response.complete(context.request_id)
+
+
+async def parse_completion_request(
+    state: ServerState, body: Mapping[str, Any]
+) -> CompletionRequest:
+    """Return the request of a JSON body.
+
+    Raises:
+        ApiError: it is invalid.
+    """
+    model = state.find_model(body.get("model"))
+    check_unsupported(body, {"suffix": (None, "")}, "/v1/completions")
+    n = body.get("n") or 1
+    if body.get("best_of") not in (None, n):
+        raise invalid(f"best_of={body['best_of']!r:.60} must be n={n!r:.60}. Remove it.", "best_of")
+    count_unknown(body, FIELDS, state)
+    stream, include_usage = read_stream_options(body)
+    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    echo, logprobs = read_bool(body, "echo"), body.get("logprobs")
+    params = read_params(
+        body,
+        model,
+        state,
+        logprobs=(logprobs, "logprobs"),
+        echoes=echo,
+    )
+    if body.get(max_tokens_name(body)) is None:
+        limit = max(DEFAULT_MAX_TOKENS, params.min_tokens)
+        params = replace(params, max_new_tokens=limit)
+    prompts = await encode_prompts(body.get("prompt"), model)
+    return CompletionRequest(
+        model,
+        prompts,
+        [
+            fit_context(params, len(prompt.token_ids), model, body, prompt_field="prompt")
+            for prompt in prompts
+        ],
+        echo,
+        stream,
+        include_usage,
+        interval or 1,
+        read_bool(body, "return_prompt_tokens"),
+    )
+
+
+async def encode_prompts(value: Any, model: ServedModel) -> list[EncodedPrompt]:  # JSON
+    """Return the prompts of a request: a text, token ids, or a list of either.
+
+    Raises:
+        ApiError: they are invalid.
+    """
+    if value is None:
+        raise invalid('prompt is missing. Use a text, such as "Hello".', "prompt")
+    is_batch = isinstance(value, list) and (not value or isinstance(value[0], str | list))
+    items = value if is_batch else [value]
+    if not items:
+        raise invalid("prompt is an empty list. Use at least one prompt.", "prompt")
+    prompts = []
+    for index, item in enumerate(items):
+        where = f"prompt[{index}]" if is_batch else "prompt"
+        if isinstance(item, str):
+            prompts.append(EncodedPrompt(await encode_text(item, model.tokenizer, where), item))
+        else:
+            check_token_ids(item, model, where)
+            prompts.append(EncodedPrompt(item, None))
+    return prompts
+
+
+async def encode_text(text: str, tokenizer: Tokenizer, name: str) -> list[int]:
+    """Return the token ids of a text, tokenized on another thread if it is long.
+
+    Raises:
+        ApiError: it cannot be encoded.
+    """
+    try:
+        if len(text) < MIN_ENCODED_IN_THREAD_CHARACTERS:
+            return encode_prompt(text, tokenizer)
+        return await asyncio.to_thread(encode_prompt, text, tokenizer)
+    except DataError as error:
+        raise invalid(f"{name}: {error}", name.partition("[")[0]) from None
+
+
+def check_token_ids(value: Any, model: ServedModel, name: str) -> None:  # JSON
+    """Check that a value is a list of token ids of the model.
+
+    Raises:
+        ApiError: it is not.
+    """
+    param = name.partition("[")[0]
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        kind = "a list with other values than ids" if isinstance(value, list) else repr(value)[:60]
+        raise invalid(
+            f"{name} is {kind}, but must be a text or a list of token ids, such as [17, 4].", param
+        )
+    if not value:
+        raise invalid(f"{name} has 0 tokens. Use at least one.", param)
+    if min(value) < 0 or max(value) >= model.info.vocab_size:
+        index = next(i for i, x in enumerate(value) if not 0 <= x < model.info.vocab_size)
+        raise invalid(
+            f"{name}[{index}]={str(value[index])[:20]}: token ids of the model are from 0 to "
+            f"{model.info.vocab_size - 1}. Use an id of its tokenizer.",
+            param,
+        )
+
+
+class _CompletionResponse:
+    """The response to one request."""
+
+    def __init__(self, request: CompletionRequest, state: ServerState) -> None:
+        self._request, self._state = request, state
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model.name,
+            "system_fingerprint": None,
+        }
+        self._echoes = [
+            _echo_text(prompt, request.model.tokenizer) if request.echo else ""
+            for prompt in request.prompts
+        ]
+        self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
+
+    async def complete(self, uid: str) -> dict[str, Any]:
+        """Return the response when all choices are finished."""
+        async with self._generate(uid) as generation:
+            usage = Usage(generation, self._request.num_prompt_tokens)
+            choices = []
+            for key, delta in (await collect_choices(generation)).items():
+                usage.add(delta)
+                choices.append(self._choice(key, delta, generation))
+            return self._head | {"choices": choices, "usage": usage.to_json()}
+
+    async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream."""
+        extra = {"usage": None} if self._request.include_usage else {}
+        async with self._generate(uid) as generation:
+            usage = Usage(generation, self._request.num_prompt_tokens)
+            deltas = iterate_deltas(generation, interval=self._request.interval)
+            async with aclosing(deltas):
+                async for batch in deltas:
+                    events = []
+                    for key, delta in batch:
+                        usage.add(delta)
+                        choice = self._choice(key, delta, generation)
+                        events.append(event(self._head | {"choices": [choice]} | extra))
+                    yield b"".join(events) or PING
+            if self._request.include_usage:
+                yield event(self._head | {"choices": [], "usage": usage.to_json()})
+            yield DONE
+
+    def _generate(self, uid: str) -> Any:  # the context manager of EngineClient.generate
+        requests = [
+            PromptRequest(prompt.token_ids, params)
+            for prompt, params in zip(self._request.prompts, self._request.params, strict=True)
+        ]
+        return self._state.client.generate(requests, uid=uid)
+
+    def _choice(
+        self, key: tuple[int, int], delta: ChoiceDelta, generation: Generation
+    ) -> dict[str, Any]:
+        """Return the JSON of consecutive outputs of a choice; the first ones contain the echo."""
+        prompt, choice = key
+        request = self._request
+        is_first = key not in self._logprobs
+        if is_first:
+            # Without an echo the offsets count from the start of the output.
+            self._logprobs[key] = CompletionLogprobs(
+                self._state.token_texts(), request.model.tokenizer
+            )
+        result: dict[str, Any] = {
+            "index": prompt * request.num_choices + choice,
+            "text": (self._echoes[prompt] if is_first else "") + delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if request.params[prompt].logprobs is not None:
+            positions: list[Logprobs | int] = list(delta.logprobs)
+            if is_first and request.echo:
+                positions = self._prompt_positions(prompt, generation) + positions
+            result["logprobs"] = self._logprobs[key].add(positions)
+        if request.returns_token_ids:
+            result["generation_token_ids"] = delta.token_ids
+            if is_first:
+                result["prompt_token_ids"] = request.prompts[prompt].token_ids
+        return result
+
+    def _prompt_positions(self, prompt: int, generation: Generation) -> list[Logprobs | int]:
+        """Return the log-probs of the prompt tokens; the first token has none."""
+        result = generation.prompts[prompt]
+        if result is None or result.prompt_logprobs is None:
+            raise ApiError(500, "the log-probs of the prompt are missing.")
+        first = self._request.prompts[prompt].token_ids[0]
+        return [first, *(Logprobs(*item) for item in result.prompt_logprobs)]
+
+
+def _echo_text(prompt: EncodedPrompt, tokenizer: Tokenizer) -> str:
+    """Return the text of a prompt, that of the request if it has one."""
+    if prompt.text is not None:
+        return prompt.text
+    decoder = StreamDecoder(tokenizer)
+    return "".join(decoder.push(token) for token in prompt.token_ids) + decoder.finish()

@@ -1,0 +1,86 @@
+"""What the HTTP process knows about the model: tokenizer, chat template and limits; without
+torch."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalith.config.data import TokenizerConfig
+from megalith.config.tree import from_dict
+from megalith.data.chat_template import ChatTemplate, Message
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Description of a loaded model, sent by the engine process."""
+
+    path: str
+    tokenizer: dict[str, Any]
+    """TokenizerConfig as plain data."""
+
+    template: dict[str, Any] | None
+    """name, source and specials of the chat template."""
+
+    template_error: str
+    """Why there is no template."""
+
+    turn_end_ids: list[int]
+    turn_end_text: str
+    """What ends an assistant turn: token ids, or a text if the tokenizer has no token for it."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    generation_defaults: dict[str, Any]
+    """Sampling parameters of the model's generation_config.json."""
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A model under its name in requests."""
+
+    name: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time of loading."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """A template renders in one thread at a time: its sandbox counts the work of a rendering."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Raises:
+            DataError: there is no chat template, or it rejects the messages.
+        """
+        if self.template is None:
+            raise DataError(
+                f"the model has no chat template: {self.info.template_error} Restart the server "
+                "with --template, or use /v1/completions."
+            )
+        with self._lock:
+            text = self.template.render(messages, prompt=add_generation_prompt, variables=variables)
+        return self.tokenizer.encode_marked(text)
+
+
+def build_served_model(name: str | None, info: ModelInfo) -> ServedModel:
+    """Build the tokenizer and the template of a model; `name`: default, its folder's name."""
+    template = None
+    if info.template is not None:
+        template = ChatTemplate(
+            info.template["name"], info.template["source"], info.template["specials"]
+        )
+    tokenizer = build_tokenizer(from_dict(TokenizerConfig, info.tokenizer))
+    return ServedModel(name or info.path.rstrip("/").rpartition("/")[2], info, tokenizer, template)

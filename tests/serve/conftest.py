@@ -1,0 +1,29 @@
+"""One server for all tests of a process, and the same model without a server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalith.infer.llm import LLM
+from tests.serve.servers import Server, make_run, running_server
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a tiny model, whose tokens are bytes."""
+    return make_run(tmp_path_factory.mktemp("serve") / "run")
+
+
+@pytest.fixture(scope="session")
+def server(run: Path) -> Iterator[Server]:
+    """A server of the model under the name tiny, with a chat template."""
+    options = ["--served-model-name", "tiny", "--template", "chatml", "--enable-admin"]
+    with running_server(run, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def llm(run: Path) -> LLM:
+    """The same model in this process."""
+    return LLM(run)

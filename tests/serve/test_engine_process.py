@@ -1,0 +1,422 @@
+"""Messages, the engine process's loop, and its metrics, without HTTP."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from megalith.config.generation import SamplingParams
+from megalith.config.serve import CacheConfig, EngineConfig
+from megalith.config.server import ServeConfig, ServeRun, serve_problems
+from megalith.errors import ConfigError, DataError
+from megalith.infer.llm import LLM
+from megalith.serve import transport
+from megalith.serve.app import ENDPOINTS, EventStream, check_api_key
+from megalith.serve.batch import read_batch
+from megalith.serve.benchmark import BenchmarkWorkload, RequestTimes, summarize
+from megalith.serve.choices import iterate_deltas
+from megalith.serve.client import Generation
+from megalith.serve.engine_process import EngineServer
+from megalith.serve.errors import ApiError
+from megalith.serve.metrics import AccessLog, EngineMetrics, HttpMetrics
+from megalith.serve.model_info import ModelInfo, build_served_model
+from megalith.serve.protocol import (
+    AbortRequest,
+    AddRequest,
+    Codec,
+    EngineCall,
+    LoadFailed,
+    Message,
+    PromptResult,
+    ProtocolError,
+    Ready,
+    Reply,
+    RequestRejected,
+    StepOutputs,
+    TokenUpdate,
+)
+from megalith.serve.sampling_fields import read_params
+from megalith.serve.server import open_listener
+from megalith.serve.state import ServerState
+from tests.serve.servers import ROOT
+
+MESSAGES: tuple[Message, ...] = (
+    AddRequest(1, "uid", [1, 2], {"temperature": 0.5}, 3.5),
+    AbortRequest(1),
+    EngineCall(2, "stats"),
+    Reply(2, {"a": [1, None]}),
+    Ready({"path": "x"}),
+    LoadFailed("why"),
+    RequestRejected(1, 400, "why"),
+    StepOutputs([[1, 0, None]], [[1, 0, 97, "a", None, None, None, None, False]]),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_message_is_unchanged_by_encoding(message: Message) -> None:
+    codec = Codec()
+    assert codec.decode(codec.encode(message)) == message
+
+
+BAD_FRAMES = (
+    b"",
+    b"\xc1",
+    b"\x80\x04\x95",  # the start of a pickle
+    msgpack.packb({"a": 1}),
+    msgpack.packb([]),
+    msgpack.packb(["20"]),
+    msgpack.packb([99, 1]),
+    msgpack.packb([21]),
+    msgpack.packb([21, "1"]),
+    msgpack.packb([21, True]),
+    msgpack.packb([20, 1, "uid", "text", {}, 0.0]),
+    msgpack.packb([20, 1, "uid", [1], {}, None]),
+    msgpack.packb([30, 1, "stats", 2]),
+)
+
+
+@pytest.mark.parametrize("frame", BAD_FRAMES)
+def test_malformed_frame_is_a_protocol_error(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Codec().decode(frame)
+
+
+class Peer:
+    """The other end of an engine's socket."""
+
+    def __init__(self, folder: Path, llm: LLM) -> None:
+        address = transport.socket_address(folder)
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self.socket.bind(address)
+        self.codec = Codec()
+        engine_socket = transport.connect_engine_socket(address)
+        metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
+        self.server = EngineServer(llm.engine, engine_socket, metrics)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+
+    def send(self, message: Message) -> None:
+        self.socket.send(self.codec.encode(message))
+
+    def receive(self) -> Message:
+        return self.codec.decode(self.socket.recv())
+
+    def call(self, call_id: int, command: str) -> dict[str, Any]:
+        """The result of a command."""
+        self.send(EngineCall(call_id, command))
+        message = self.receive()
+        assert isinstance(message, Reply) and message.call_id == call_id
+        return message.result
+
+    def read_request(self) -> tuple[PromptResult, list[TokenUpdate]]:
+        """All outputs of the next request."""
+        prompt, updates = None, list[TokenUpdate]()
+        while not updates or updates[-1].finish_reason is None:
+            message = self.receive()
+            assert isinstance(message, StepOutputs)
+            prompt = PromptResult(*message.prompts[0]) if message.prompts else prompt
+            updates += [TokenUpdate(*item) for item in message.updates]
+        assert prompt is not None
+        return prompt, updates
+
+    def close(self) -> None:
+        """End the loop."""
+        self.send(EngineCall(99, "shutdown"))
+        self.thread.join(10)
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def peer(tmp_path: Path, run: Path) -> Iterator[Peer]:
+    """An engine's loop on a thread."""
+    config = EngineConfig(cache=CacheConfig(num_blocks=40))
+    peer = Peer(tmp_path, LLM(run, config=config))
+    yield peer
+    peer.close()
+
+
+def request(number: int, **params: Any) -> AddRequest:
+    """A request of a few tokens."""
+    plain = SamplingParams(max_new_tokens=3, seed=1, ignore_eos=True).to_dict()
+    return AddRequest(number, f"uid-{number}", [1, 2, 3], plain | params, time.monotonic())
+
+
+def test_loop_drops_malformed_frames_and_answers_commands(peer: Peer) -> None:
+    for frame in BAD_FRAMES:
+        peer.socket.send(frame)
+    peer.socket.send_multipart([b"two", b"parts"])
+    peer.send(EngineCall(1, "invented"))
+    peer.send(LoadFailed("not a message to the engine"))
+    peer.send(request(5))
+    prompt, updates = peer.read_request()
+    assert prompt.request_id == 5 and len(updates) == 3
+    assert updates[-1].finish_reason == "length"
+    stats = peer.call(7, "stats")
+    assert stats["num_requests"] == 0 and stats["num_used_blocks"] == 0
+    assert "megalith_generation_tokens_total" in peer.call(8, "metrics")["text"]
+    assert peer.call(9, "reset_prefix_cache") == {}
+
+
+def test_invalid_request_is_rejected_with_its_problem(peer: Peer) -> None:
+    for params, text in (({"top_p": 2.0}, "top_p=2.0"), ({"nothing": 1}, "no such sampling")):
+        peer.send(request(1, **params))
+        message = peer.receive()
+        assert isinstance(message, RequestRejected) and message.status == 400
+        assert text in message.message
+    peer.send(replace(request(2), prompt_token_ids=[999]))
+    message = peer.receive()
+    assert isinstance(message, RequestRejected) and "token 999" in message.message
+
+
+def test_failed_step_ends_its_requests_and_not_the_loop(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, failures = peer.server.engine.step, [RuntimeError("secret detail")]
+
+    def fail_once() -> Any:
+        if failures:
+            raise failures.pop()
+        return step()
+
+    monkeypatch.setattr(peer.server.engine, "step", fail_once)
+    peer.send(request(1))
+    _, updates = peer.read_request()
+    assert updates[-1].finish_reason == "error" and updates[-1].error is not None
+    assert "RuntimeError" in updates[-1].error and "secret" not in updates[-1].error
+    peer.send(request(2))
+    assert len(peer.read_request()[1]) == 3
+
+
+def test_failed_command_does_not_end_the_loop(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(peer.server.engine.scheduler, "reset_prefix_cache", fail)
+    result = peer.call(1, "reset_prefix_cache")
+    assert result == {"error": "internal error in reset_prefix_cache: RuntimeError"}
+    peer.send(request(2))
+    assert len(peer.read_request()[1]) == 3
+
+
+def test_drain_answers_when_the_last_request_is_finished(peer: Peer) -> None:
+    peer.send(request(1, max_new_tokens=30))
+    peer.send(EngineCall(2, "drain"))
+    peer.send(request(3))
+    kinds = []
+    while "Reply" not in kinds:
+        kinds.append(type(peer.receive()).__name__)
+    assert kinds.count("RequestRejected") == 1 and kinds[-1] == "Reply"
+    assert kinds.count("StepOutputs") == 30
+
+
+def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:
+    peer.send(request(1, max_new_tokens=200))
+    assert isinstance(peer.receive(), StepOutputs)
+    peer.send(AbortRequest(1))
+    peer.send(AbortRequest(77))
+    updates = list[Message]()
+    message = peer.receive()
+    while not (isinstance(message, StepOutputs) and message.updates[-1][5] == "abort"):
+        updates.append(message)
+        message = peer.receive()
+    assert len(updates) < 190
+    assert peer.call(2, "stats")["num_used_blocks"] == 0
+
+
+def test_metrics_measure_the_latency_of_a_slow_model(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
+    llm = LLM(run, callbacks=[metrics])
+    runner, ends = llm.engine.runner, list[float]()
+    execute = runner.execute
+
+    def execute_slowly(*args: Any) -> Any:
+        logits = execute(*args)
+        time.sleep(0.02)
+        ends.append(time.monotonic())
+        return logits
+
+    monkeypatch.setattr(runner, "execute", execute_slowly)
+    started = time.monotonic()
+    llm.generate([[1, 2]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    text = metrics.render(llm.engine.scheduler.make_stats())
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+    def value(name: str) -> float:
+        return float(samples[f'megalith_{name}{{model_name="tiny"}}'])
+
+    assert value("time_to_first_token_seconds_sum") == pytest.approx(ends[0] - started, rel=0.1)
+    assert value("inter_token_latency_seconds_count") == 5
+    assert value("inter_token_latency_seconds_sum") == pytest.approx(ends[-1] - ends[0], rel=0.1)
+
+
+def test_error_after_the_first_event_ends_the_stream_without_done() -> None:
+    async def fail() -> Any:
+        yield b"data: 2\n\n"
+        raise ApiError(500, "it failed")
+
+    async def read() -> bytes:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        none: Any = None
+        state = ServerState(ServeConfig(), none, HttpMetrics("tiny"))
+        stream = EventStream(b"data: 1\n\n", fail(), state=state, request_id="r")
+        await stream({}, receive, send)
+        assert not sent[-1]["more_body"]
+        return b"".join(message.get("body", b"") for message in sent)
+
+    assert asyncio.run(read()) == (
+        b'data: 1\n\ndata: 2\n\ndata: {"error":{"message":"it failed","type":"server_error",'
+        b'"param":null,"code":null}}\n\n'
+    )
+
+
+def test_outputs_that_waited_are_one_delta() -> None:
+    async def read() -> list[Any]:
+        generation = Generation(1, [None])
+        for _ in range(50):
+            generation.put(0, TokenUpdate(0, 0, 97, "a", None, None, None, None, False))
+        generation.put(0, TokenUpdate(0, 0, 98, "b", None, "context", None, None, False))
+        return [batch async for batch in iterate_deltas(generation, interval=1)]
+
+    ((((key, delta),)),) = asyncio.run(read())
+    assert key == (0, 0) and delta.text == "a" * 50 + "b"
+    assert len(delta.token_ids) == 51 and delta.finish_reason == "length"
+
+
+def test_batch_file_with_an_invalid_line_is_rejected() -> None:
+    good = '{"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "x"}}'
+    assert [request.custom_id for request in read_batch(good + "\n\n", "f")] == ["1"]
+    for line, text in (
+        ("{", "f:2: not valid JSON"),
+        ("[]", "f:2: not a JSON object"),
+        (good, "f:2: custom_id='1' is also in line 1"),
+        ('{"url": "/v1/completions"}', "custom_id=None must be a text"),
+        ('{"custom_id": "2", "url": "/v1/files", "body": {}}', "url='/v1/files' must be one of"),
+        ('{"custom_id": "2", "method": "GET"}', "method='GET' must be POST"),
+        ('{"custom_id": "2", "url": "/v1/completions"}', "body=None must be an object"),
+        (good.replace('"1"', '"2"').replace('"x"', '"x", "stream": true'), "stream=true"),
+    ):
+        with pytest.raises(DataError) as raised:
+            read_batch(f"{good}\n{line}", "f")
+        assert text in str(raised.value)
+
+
+def test_generation_defaults_apply_to_fields_that_a_request_leaves_out() -> None:
+    info = ModelInfo(
+        path="m",
+        tokenizer={"kind": "byte"},
+        template=None,
+        template_error="none",
+        turn_end_ids=[],
+        turn_end_text="",
+        max_model_len=100,
+        vocab_size=257,
+        max_num_seqs=4,
+        generation_defaults={"temperature": 0.5, "top_k": 7},
+    )
+    none: Any = None
+    model = build_served_model("m", info)
+    for choice, temperature, top_k in (("model", 0.9, 7), ("none", 0.9, None)):
+        config = replace(ServeConfig(), generation_defaults=choice, request_timeout_s=9.0)  # type: ignore[arg-type]  # one of the literals
+        state = ServerState(config, none, HttpMetrics("m"))
+        params = read_params({"temperature": 0.9}, model, state, logprobs=(None, "logprobs"))
+        assert (params.temperature, params.top_k) == (temperature, top_k)
+        assert params.deadline_s == 9.0
+
+
+def test_http_process_does_not_load_torch() -> None:
+    code = "import sys, megalith.serve.server, megalith.serve.batch; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_benchmark_counts_latencies_from_token_times() -> None:
+    request = RequestTimes(1.0, [1.5, 1.6, 1.8], num_tokens=5, finished=2.5)
+    failed = RequestTimes(1.0, error="no")
+    summary = summarize([request, failed], 2.0)
+    assert summary["num_failed"] == 1 and summary["output_tokens_per_second"] == 2.5
+    assert summary["ttft_ms"]["p50"] == 500 and summary["e2e_ms"]["p99"] == 1500
+    assert summary["tpot_ms"]["p90"] == 250
+    assert summary["itl_ms"]["p50"] == pytest.approx(150)
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    workload = BenchmarkWorkload(
+        num_prompts=4000, input_len=1, output_len=1, request_rate=5.0, vocab_size=9
+    )
+    gaps = [b - a for a, b in pairwise(workload.arrivals())]
+    mean = sum(gaps) / len(gaps)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    # 5 standard errors: 1 / sqrt(4000) of the mean, and sqrt(8 / 4000) of the variance
+    assert mean == pytest.approx(0.2, rel=0.08) and variance == pytest.approx(0.04, rel=0.23)
+
+
+def test_documentation_lists_every_endpoint() -> None:
+    page = (ROOT / "docs" / "howto" / "serve.md").read_text()
+    for endpoint in ENDPOINTS:
+        paths = ", ".join(f"`{endpoint.method} {path}`" for path in endpoint.paths)
+        assert f"| {paths} | {endpoint.summary} |" in page
+
+
+def test_only_the_exact_key_is_accepted() -> None:
+    keys = ("one", "two")
+    check_api_key({"authorization": "Bearer two"}, keys)
+    check_api_key({}, ())
+    for given in ("", "Bearer", "Bearer on", "Bearer ones", "one", "Basic one", "Bearer \u00e9"):
+        with pytest.raises(ApiError) as raised:
+            check_api_key({"authorization": given}, keys)
+        assert raised.value.status == 401 and raised.value.code == "invalid_api_key"
+
+
+def test_port_in_use_is_reported() -> None:
+    with open_listener(ServeConfig(port=0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port={port}: another program listens"):
+            open_listener(ServeConfig(port=port))
+    with pytest.raises(ConfigError, match="cannot listen there"):
+        open_listener(ServeConfig(host="192.0.2.1", port=0))
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (ServeConfig(port=70000), "server.port=70000"),
+        (ServeConfig(max_queue=0), "server.max_queue=0"),
+        (ServeConfig(api_keys=("a b ",)), "--api-key: a key must have"),
+        (ServeConfig(ssl_certfile="x.pem"), "--ssl-keyfile=None: TLS needs both"),
+        (ServeConfig(served_model_name=""), "--served-model-name is empty"),
+    ],
+)
+def test_invalid_settings_are_reported(config: ServeConfig, text: str) -> None:
+    assert any(text in problem for problem in serve_problems(ServeRun(server=config)))
+
+
+def test_missing_packages_are_reported_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "find_spec", lambda name: None if name == "zmq" else object())
+    with pytest.raises(
+        ConfigError, match=r'needs pyzmq. Install with: pip install "megalith\[serve\]"'
+    ):
+        transport.check_packages("megalith serve")
