@@ -30,7 +30,7 @@ QUANTILES = (50, 90, 99)
 class RequestTimes:
     """When a request arrived and its tokens were emitted, in seconds."""
 
-    arrived: float
+    arrival_time: float
     emissions: list[float] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens that were generated; an emission may have several."""
@@ -99,14 +99,14 @@ def summarize(requests: Sequence[RequestTimes], seconds: float) -> dict[str, Any
     counted only."""
     done = [request for request in requests if request.error is None and request.emissions]
     samples: Mapping[str, list[float]] = {
-        "ttft_ms": [each.emissions[0] - each.arrived for each in done],
+        "ttft_ms": [each.emissions[0] - each.arrival_time for each in done],
         "tpot_ms": [
             (each.finished - each.emissions[0]) / (each.num_tokens - 1)
             for each in done
             if each.num_tokens > 1
         ],
         "itl_ms": [b - a for each in done for a, b in pairwise(each.emissions)],
-        "e2e_ms": [each.finished - each.arrived for each in done],
+        "e2e_ms": [each.finished - each.arrival_time for each in done],
     }
     num_tokens = sum(each.num_tokens for each in done)
     result: dict[str, Any] = {
@@ -269,7 +269,7 @@ class TokenTimes:
 
     def on_request(self, request: "RequestOutput") -> None:
         """Record the arrival."""
-        self.requests[request.request_id] = RequestTimes(request.timings.arrived)
+        self.requests[request.request_id] = RequestTimes(request.timings.arrival_time)
 
     def on_step(self, plan: "StepPlan", stats: "SchedulerStats", seconds: float) -> None:
         """Steps are not recorded."""

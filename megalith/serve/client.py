@@ -137,7 +137,7 @@ class EngineClient:
         """Start the requests of a generation; leaving the context aborts unfinished ones."""
         if self.failed is not None:
             raise self.failed
-        arrived = time.monotonic()
+        arrival_time = time.monotonic()
         generation = Generation(
             sum(request.params.n for request in requests), [None] * len(requests)
         )
@@ -153,7 +153,7 @@ class EngineClient:
             self.num_prompt_tokens += len(request.token_ids)
             name = uid if len(requests) == 1 else f"{uid}-{index}"
             params = request.params.to_dict()
-            self._send(AddRequest(number, name, request.token_ids, params, arrived))
+            self._send(AddRequest(number, name, request.token_ids, params, arrival_time))
         try:
             yield generation
         finally:
@@ -163,7 +163,7 @@ class EngineClient:
                     self._send(AbortRequest(number))
 
     async def call(self, command: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:
-        """EngineCall a command of the engine and return its result.
+        """Call a command of the engine and return its result.
 
         Raises:
             ApiError: 503, the engine has ended or does not answer; 500, the command failed.

@@ -170,7 +170,7 @@ class EngineServer:
         try:
             params = SamplingParams.from_dict(message.params)
             number = self.engine.add_request(
-                message.prompt_token_ids, params, arrived=message.arrived
+                message.prompt_token_ids, params, arrival_time=message.arrival_time
             )
         except UserError as error:
             self.send(RequestRejected(message.request_id, 400, str(error)))
@@ -181,7 +181,7 @@ class EngineServer:
                 RequestRejected(message.request_id, 500, f"internal error: {type(error).__name__}")
             )
             return
-        deadline = None if params.deadline_s is None else message.arrived + params.deadline_s
+        deadline = None if params.deadline_s is None else message.arrival_time + params.deadline_s
         self._metrics.access_log.name(number, message.uid)
         self._requests[number] = _ClientRequest(
             message.request_id, self.engine.output_of(number), deadline

@@ -134,7 +134,7 @@ class AccessLog:
         """Log the request, its tokens, latencies and finish reasons."""
         timings = request.timings
         ttft = "-" if timings.ttft is None else f"{timings.ttft * 1000:.0f}ms"
-        seconds = (timings.finished or timings.arrived) - timings.arrived
+        seconds = (timings.finished or timings.arrival_time) - timings.arrival_time
         reasons = ",".join(str(completion.finish_reason) for completion in request.outputs)
         _logger.info(
             "request %s: prompt_tokens=%d cached_tokens=%d completion_tokens=%d ttft=%s e2e=%.3fs "
@@ -202,9 +202,9 @@ class EngineMetrics:
         self._counters["prompt_tokens"].inc(len(request.prompt_token_ids))
         observe("request_prompt_tokens", len(request.prompt_token_ids))
         observe("request_generation_tokens", num_generated)
-        observe("e2e_request_latency_seconds", timings.finished - timings.arrived)
+        observe("e2e_request_latency_seconds", timings.finished - timings.arrival_time)
         if timings.scheduled is not None:
-            observe("request_queue_time_seconds", timings.scheduled - timings.arrived)
+            observe("request_queue_time_seconds", timings.scheduled - timings.arrival_time)
         if timings.ttft is not None:
             observe("time_to_first_token_seconds", timings.ttft)
         if timings.first_token is not None:

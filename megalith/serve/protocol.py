@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from megalith.infer.stopping_criteria import Finish
+from megalith.infer.stopping_criteria import FinishReason
 
 
 class ProtocolError(Exception):
@@ -27,7 +27,7 @@ class AddRequest:
 
     prompt_token_ids: list[int]
     params: dict[str, Any]  # JSON, see SamplingParams.to_dict
-    arrived: float
+    arrival_time: float
     """Arrival at the HTTP process, on the monotonic clock of the machine."""
 
 
@@ -40,7 +40,7 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """EngineCall a command of the engine, which answers with a `Reply`."""
+    """Call a command of the engine, which answers with a `Reply`."""
 
     call_id: int
     command: str
@@ -111,7 +111,7 @@ class TokenUpdate:
     logprobs: list[Any] | None
     """`Logprobs` as an array."""
 
-    finish_reason: Finish | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str | None
     is_timeout: bool
