@@ -4,6 +4,7 @@
 #   make test         install, then the tests (about 14 minutes on two idle cores)
 #   make test-all     the same and the slow ones
 #   make lint         formatter, linter, type checker, project rules, links, generated parts of the docs
+#   make browser      the tests of the chat page; they need Chromium (apt install chromium)
 #   make bench        every benchmark; each prints a ratio
 #
 # Settings: PYTHON=python3.12 (which Python makes the environment), JOBS=4 (test processes),
@@ -38,21 +39,24 @@ COVERAGE_OPTIONS = $(if $(filter 1,$(COVERAGE)),--cov=megalith --cov-report=json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all lint lint-ruff lint-format lint-types lint-rules lint-links lint-map fmt bench install install-dev clean
+.PHONY: help quickstart test test-all browser lint lint-ruff lint-format lint-types lint-rules lint-links lint-map fmt bench install install-dev clean
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 
 quickstart: $(RUNTIME)
 	$(MEGALITH) quickstart
 
 test: $(DEV)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not browser"
 
 test-all: $(DEV)
 	@rm -f $(COVERAGE_REPORT)
-	$(PYTEST) $(COVERAGE_OPTIONS)
+	$(PYTEST) -m "not browser" $(COVERAGE_OPTIONS)
 	@$(PY) tools/ci_report.py coverage $(COVERAGE_REPORT)
+
+browser: $(DEV)
+	$(PY) -m pytest -m browser tests/browser
 
 lint: lint-ruff lint-format lint-types lint-rules lint-links lint-map
 

@@ -76,7 +76,7 @@ def test_the_wheel_is_pure_python_and_holds_every_file_of_the_package_and_no_tes
     files = [
         file.relative_to(ROOT)
         for file in (ROOT / "megalith").rglob("*")
-        if file.suffix in (".py", ".yaml")
+        if file.suffix in (".py", ".yaml", ".html")
     ]
     assert wheel.name.endswith("-py3-none-any.whl")
     assert names == {file.as_posix() for file in files} | {"megalith/py.typed"}

@@ -83,6 +83,9 @@ class ServeOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    chat_page: bool = True
+    """Serve a web page for chats at /."""
+
     enable_admin: bool = False
     """Serve control endpoints, such as POST /reset_prefix_cache."""
 
@@ -133,6 +136,7 @@ def build_config(options: ServeOptions) -> ServeConfig:
         generation_defaults=options.generation_defaults,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
+        chat_page=options.chat_page,
         enable_admin=options.enable_admin,
         log_requests=options.log_requests,
     )

@@ -56,6 +56,9 @@ class ServeConfig:
     """model: sampling parameters that a request leaves out have the values of the model's
     generation_config.json; none: the defaults of the OpenAI API."""
 
+    chat_page: bool = True
+    """Serve a web page for chats at `/`."""
+
     enable_admin: bool = False
     """Serve the control endpoints, such as POST /reset_prefix_cache."""
 

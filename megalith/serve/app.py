@@ -2,6 +2,7 @@
 disconnect."""
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import logging
@@ -19,6 +20,7 @@ from collections.abc import (
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import (  # lint: allow optional-import: imported by functions after check_packages
@@ -97,6 +99,14 @@ ENDPOINTS = (
 )
 
 
+CHAT_PAGE = Path(__file__).parent / "chat_page.html"
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""What the chat page may do, beside its own script and style."""
+
+
 class ClientDisconnectedError(Exception):
     """The client closed the connection before its response was complete."""
 
@@ -117,6 +127,14 @@ def build_app(state: ServerState) -> FastAPI:
         return _error_response(state, problem, _read_request_id(request.headers))
 
     app.add_route("/metrics", get_metrics, methods=["GET"])
+    if state.config.chat_page:
+        page = CHAT_PAGE.read_text()
+        headers = chat_page_headers(page)
+
+        async def get_chat_page(request: Request) -> Response:
+            return Response(page, headers=headers, media_type="text/html")
+
+        app.add_route("/", get_chat_page, methods=["GET"])
     for status in (404, 405):
         app.add_exception_handler(status, reject)
     return app
@@ -312,6 +330,22 @@ def check_api_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def chat_page_headers(page: str) -> dict[str, str]:
+    """Return the headers of the chat page, which allow its inline script and style by their
+    hashes."""
+    policy = CONTENT_SECURITY_POLICY
+    for tag in ("script", "style"):
+        _, _, rest = page.partition(f"<{tag}>")
+        digest = hashlib.sha256(rest.partition(f"</{tag}>")[0].encode()).digest()
+        policy += f"; {tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
+    return {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
 
 
 def _read_request_id(headers: Mapping[str, str]) -> str:

@@ -41,16 +41,16 @@ CONFIG = ModelConfig(
 """Its tokens are bytes."""
 
 
-def make_run(folder: Path) -> Path:
+def make_run(folder: Path, config: ModelConfig = CONFIG) -> Path:
     """Write a run with one checkpoint of random weights."""
-    model = Decoder(build_context(CONFIG, build_single_rank_mesh()))
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [
         CheckpointEntry(spec.shard, "param", getattr(module, name))
         for spec, module, name in iter_parameter_specs(model)
     ]
-    text = dump_yaml(release_run("run", CONFIG, TokenizerConfig(), folder))
+    text = dump_yaml(release_run("run", config, TokenizerConfig(), folder))
     save_checkpoint(
         folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text
     )

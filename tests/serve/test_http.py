@@ -1,6 +1,8 @@
 """Endpoints of a running server, compared with the model in this process."""
 
 import asyncio
+import base64
+import hashlib
 import json
 import math
 import random
@@ -534,6 +536,38 @@ def test_unknown_fields_are_ignored_and_counted(server: Server) -> None:
     before = server.metrics()["ignored_fields_total"]
     post(server, COMPLETIONS, prompt="x", max_tokens=1, invented=1, other=2, user="me")
     assert server.metrics()["ignored_fields_total"] == before + 2
+
+
+# --- chat page
+
+
+def test_chat_page_may_run_its_own_code_only(server: Server) -> None:
+    response = server.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    policy = dict(
+        part.strip().split(" ", 1)
+        for part in response.headers["content-security-policy"].split(";")
+    )
+    for tag in ("script", "style"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    assert policy == {
+        **{"default-src": "'none'", "connect-src": "'self'", "img-src": "data:"},
+        **{"base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'"},
+        **{"require-trusted-types-for": "'script'", "trusted-types": "'none'"},
+    }
+    assert server.post("/", {}).status_code == 405
+
+
+def test_chat_page_is_self_contained(server: Server) -> None:
+    text = server.get("/").text
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]* (?:src|href)=\"(?!data:)", text)
+    assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}  # SVG's namespace
 
 
 # --- clients that disconnect, and metrics

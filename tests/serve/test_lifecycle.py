@@ -21,7 +21,7 @@ LONG = {"model": "run", "prompt": "x", "max_tokens": 250, "ignore_eos": True, "s
 def limited(run: Path) -> Iterator[Server]:
     """A server with a key and a short queue."""
     options = ["--served-model-name", "run", "--api-key", "secret", "--max-queue", "2"]
-    options += ["--engine.max-num-seqs", "2", "--max-body-bytes", "2000"]
+    options += ["--engine.max-num-seqs", "2", "--max-body-bytes", "2000", "--no-chat-page"]
     with running_server(run, *options) as server:
         server.client.headers["Authorization"] = "Bearer secret"
         yield server
@@ -61,6 +61,12 @@ def test_key_is_required_except_for_health(limited: Server) -> None:
         assert httpx2.get(limited.url + path).status_code == status
     with openai.OpenAI(base_url=f"{limited.url}/v1", api_key="secret") as client:
         assert [model.id for model in client.models.list()] == ["run"]
+
+
+def test_chat_page_can_be_off(limited: Server) -> None:
+    response = limited.get("/")
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].startswith("'/': there is no such endpoint.")
 
 
 def test_body_limit_of_the_option_applies(limited: Server) -> None:
