@@ -245,13 +245,13 @@ def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None)
         ]
         _print_sections(root, in_group, values)
     else:
-        print("\nEvery setting of the run is an option. The most common ones:")
         by_path = {
             one.path: replace(one, doc=_first_clause(one.doc, end="[.;]")) for one in settings
         }
-        _print_entries(
-            [_setting_entry(by_path[path], values) for path in COMMON_SETTINGS if path in by_path]
-        )
+        common = [by_path[path] for path in COMMON_SETTINGS if path in by_path]
+        if common:
+            print("\nEvery setting of the run is an option. The most common ones:")
+            _print_entries([_setting_entry(setting, values) for setting in common])
         print(
             f"\nGroups of settings; `{prog} --help GROUP` lists one, `{prog} --help-all` "
             "every setting:"

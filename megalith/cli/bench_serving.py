@@ -15,7 +15,6 @@ from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
 from megalith.cli.output import print_json
 from megalith.cli.serve import API_KEY_VARIABLE
-from megalith.config.kernels import Kernel
 from megalith.config.server import ServeRun, serve_problems
 from megalith.config.tree import apply_overrides
 from megalith.errors import raise_all
@@ -66,7 +65,8 @@ class BenchServeOptions:
 @dataclass(frozen=True, kw_only=True)
 class BenchEngineOptions:
     """Generate from random prompts in this process, all at once, and measure throughput and
-    latencies. Settings of the engine are options too, such as --engine.max_num_seqs 16."""
+    latencies. Settings of the engine and of kernels are options too, such as
+    --engine.max_num_seqs 16."""
 
     source: Positional[str]
     """Folder of a run (its latest checkpoint), a checkpoint, or a Hugging Face model; or the
@@ -86,10 +86,6 @@ class BenchEngineOptions:
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
-
-    kernels: Kernel = "auto"
-    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
-    plain definitions."""
 
     seed: int = 1234
     """Seed of the prompts."""
@@ -145,7 +141,9 @@ def bench_serve(argv: list[str]) -> int:
 def bench_engine(subcommand: str, argv: list[str]) -> int:
     """Measure an engine in this process."""
     rest, overrides = split_overrides(argv, ServeRun)
-    options = parse_options(BenchEngineOptions, rest, prog=f"megalith bench {subcommand}")
+    options = parse_options(
+        BenchEngineOptions, rest, prog=f"megalith bench {subcommand}", root=ServeRun
+    )
     run = apply_overrides(ServeRun(), overrides)
     raise_all(
         serve_problems(run)
@@ -164,7 +162,7 @@ def bench_engine(subcommand: str, argv: list[str]) -> int:
     dtype: torch.dtype | None = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
     times = TokenTimes()
     llm = LLM(
-        options.source, config=run.engine, dtype=dtype, kernels=options.kernels, callbacks=[times]
+        options.source, config=run.engine, dtype=dtype, kernels=run.kernels, callbacks=[times]
     )
     summaries = []
     for repeat in range(options.repeats):

@@ -12,7 +12,6 @@ from tyro.conf import Positional
 from megalith import storage
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
-from megalith.config.kernels import Kernel
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import ConfigError, DataError, raise_all
@@ -23,7 +22,7 @@ class RunBatchOptions:
     """Process a batch file of the OpenAI API: one JSON object per line with custom_id, url
     (/v1/completions or /v1/chat/completions) and body.
 
-    Settings of the engine are options too, such as --engine.max_num_seqs 16.
+    Settings of the engine and of kernels are options too, such as --engine.max_num_seqs 16.
     """
 
     source: Positional[str]
@@ -51,10 +50,6 @@ class RunBatchOptions:
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
 
-    kernels: Kernel = "auto"
-    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
-    plain definitions."""
-
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
@@ -62,7 +57,7 @@ class RunBatchOptions:
 def main(argv: list[str]) -> int:
     """Run `megalith run-batch`; exits with 1 if a request failed."""
     rest, overrides = split_overrides(argv, ServeRun)
-    options = parse_options(RunBatchOptions, rest, prog="megalith run-batch")
+    options = parse_options(RunBatchOptions, rest, prog="megalith run-batch", root=ServeRun)
     name = options.served_model_name or Path(options.source).resolve().name
     server = ServeConfig(
         served_model_name=name,
@@ -85,10 +80,10 @@ def main(argv: list[str]) -> int:
     settings = {
         "source": options.source,
         "engine": to_dict(run.engine),
+        "kernels": to_dict(run)["kernels"],
         "served_model_name": name,
         "base": options.base,
         "dtype": DTYPES[options.dtype] if options.dtype else None,
-        "kernels": options.kernels,
         "template": options.template,
     }
     num_failed = asyncio.run(

@@ -11,7 +11,6 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
-from megalith.config.kernels import Kernel
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import raise_all
@@ -23,8 +22,8 @@ API_KEY_VARIABLE = "MEGALITH_API_KEY"
 class ServeOptions:
     """Serve the model of a run, a checkpoint, or a Hugging Face folder with the OpenAI API.
 
-    Settings of the engine are options too, such as --engine.max_num_seqs 16 or
-    --engine.cache.memory_fraction 0.5; docs/howto/serve.md explains them.
+    Settings of the engine and of kernels are options too, such as --engine.max_num_seqs 16,
+    --engine.cache.memory_fraction 0.5 or --kernels torch; docs/howto/serve.md explains them.
     """
 
     source: Positional[str]
@@ -76,10 +75,6 @@ class ServeOptions:
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
 
-    kernels: Kernel = "auto"
-    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
-    plain definitions."""
-
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
@@ -96,7 +91,7 @@ class ServeOptions:
 def main(argv: list[str]) -> int:
     """Run `megalith serve`."""
     rest, overrides = split_overrides(argv, ServeRun)
-    options = parse_options(ServeOptions, rest, prog="megalith serve")
+    options = parse_options(ServeOptions, rest, prog="megalith serve", root=ServeRun)
     run = apply_overrides(ServeRun(server=build_config(options)), overrides)
     raise_all(serve_problems(run))
     from megalith.serve.transport import check_packages
@@ -110,10 +105,10 @@ def main(argv: list[str]) -> int:
     settings = {
         "source": options.source,
         "engine": to_dict(run.engine),
+        "kernels": to_dict(run)["kernels"],
         "served_model_name": name,
         "base": options.base,
         "dtype": DTYPES[options.dtype] if options.dtype else None,
-        "kernels": options.kernels,
         "template": options.template,
         "log_requests": run.server.log_requests,
     }

@@ -26,7 +26,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Batching, limits and random seed of the inference engine."""
+    """Inference engine: batching, limits and random seed."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
 

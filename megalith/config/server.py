@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
+from megalith.config.kernels import KernelSetting
 from megalith.config.serve import EngineConfig
 
 MIB = 2**20
@@ -12,7 +13,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Address, names, keys and limits of the HTTP server."""
+    """HTTP server: address, names, keys and limits."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 accepts connections from other machines."""
@@ -72,6 +73,9 @@ class ServeRun:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServeConfig = field(default_factory=ServeConfig)
+    kernels: KernelSetting = "auto"
+    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
+    plain definitions; or a backend per operation, such as kernels.small_batch_matmul."""
 
 
 def serve_problems(run: ServeRun) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import BackendName
 from megalith.config.model import ModelConfig
 from megalith.config.serve import EngineConfig
 from megalith.errors import ConfigError
@@ -193,11 +193,11 @@ class PagedKVCache:
         num_blocks: int,
         block_size: int,
         batch_invariant: bool = False,
-        kernels: Kernel = "auto",
+        kernel: BackendName = "auto",
     ) -> None:
-        """`kernels`: backend of paged attention."""
+        """`kernel`: backend of paged attention."""
         self.plan, self.num_blocks, self.block_size = plan, num_blocks, block_size
-        self.batch_invariant, self.kernels = batch_invariant, kernels
+        self.batch_invariant, self.kernel = batch_invariant, kernel
         self._pool: dict[tuple[int, str, tuple[int, int]], Tensor] = {}
         self._states: dict[tuple[int, int], Tensor] = {}
         """State of (attention, request)."""
@@ -414,6 +414,6 @@ class PagedLayerCache:
                 scores,
                 options.get("sinks"),
                 batch_invariant=self._cache.batch_invariant,
-                kernel=self._cache.kernels,
+                kernel=self._cache.kernel,
             )
         return core(q, self._gather(keys), self._gather(values), seq_params, **options)

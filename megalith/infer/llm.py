@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from megalith.config.generation import SamplingParams
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import KernelSetting
 from megalith.config.serve import EngineConfig
 from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
@@ -40,7 +40,7 @@ def load_generator(
     source: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    kernels: Kernel = "auto",
+    kernels: KernelSetting = "auto",
     base: str | None = None,
 ) -> TextGenerator:
     """Load a run, a checkpoint or a Hugging Face folder for generation in this process.
@@ -70,7 +70,7 @@ class LLM:
         *,
         config: EngineConfig = DEFAULT_CONFIG,
         dtype: torch.dtype | None = None,
-        kernels: Kernel = "auto",
+        kernels: KernelSetting = "auto",
         callbacks: Sequence[EngineCallback] = (),
     ) -> None:
         """`model`: a run, a checkpoint, a Hugging Face folder, or a loaded model; `dtype` and
@@ -211,7 +211,7 @@ class AsyncLLM:
         *,
         config: EngineConfig = DEFAULT_CONFIG,
         dtype: torch.dtype | None = None,
-        kernels: Kernel = "auto",
+        kernels: KernelSetting = "auto",
         callbacks: Sequence[EngineCallback] = (),
     ) -> None:
         """Arguments as of `LLM`."""

@@ -11,7 +11,13 @@ import torch
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.fields import range_problems
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import (
+    OPS,
+    KernelsConfig,
+    KernelSetting,
+    expand_kernel_setting,
+    is_explicit_backend,
+)
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.serve import EngineConfig
@@ -29,8 +35,8 @@ from megalith.hf.release import release_run
 from megalith.infer.batch_invariance import check_batch_invariance
 from megalith.infer.cache import PagedKVCache, plan_cache, plan_pool
 from megalith.infer.engine import EngineCallback, InferenceEngine
-from megalith.kernels.backend import select_backends
-from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits
+from megalith.kernels.backend import select_backends, unavailable_backends
+from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.nn.build import build_context
@@ -39,10 +45,13 @@ from megalith.observe.limits import free_memory
 from megalith.parallel.group import Group, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.grid import divisors
+from megalith.plan.kernels import find_backend_spec, why_not
 from megalith.rules.moe import expert_layout_problems
 from megalith.rules.run import check_kv_heads_fit_tp, model_problems
 
 logger = logging.getLogger(__name__)
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded for generation."""
@@ -57,8 +66,8 @@ class TextGenerator:
     stops: frozenset[int]
     """Tokens that end a text."""
 
-    kernels: Kernel = "auto"
-    """Kernel backends of the model."""
+    kernels: KernelSetting = "auto"
+    """Kernel backends of the model and its engine."""
 
     source: Pretrained | None = None
     """What it was loaded from."""
@@ -141,18 +150,23 @@ def load_text_generator(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    kernels: Kernel = "auto",
+    kernels: KernelSetting = "auto",
     mlp_chunks: int = 1,
 ) -> TextGenerator:
     """Build and load this rank's shard of the model. Collective over the mesh.
 
-    `kernels`: backend; `mlp_chunks`: chunks in which MLPs process prompts.
+    `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts.
 
     Raises:
         CheckpointError: its weights are damaged.
-        ConfigError: mlp_chunks is set, and no MLP supports it.
+        ConfigError: mlp_chunks is set, and no MLP supports it; or a backend that is set by name
+            cannot be used.
         DataError: its tokenizer no longer exists, or has more tokens than the model.
     """
+    backends = expand_kernel_setting(kernels)
+    raise_all(kernel_problems(backends, source.model, device, dtype))
+    if backends.attention == "paged":  # of the engine; gathered keys use the fastest backend
+        backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
     # MTP layers are used in training only.
@@ -160,7 +174,7 @@ def load_text_generator(
         replace(source.model, mtp=MTPConfig()),
         mesh,
         dtype=dtype,
-        backends=select_backends(kernels),
+        backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
     )
     model = Decoder(context)
@@ -184,6 +198,33 @@ def load_text_generator(
     return TextGenerator(model.eval(), tokenizer, stop_ids(source, tokenizer), kernels, source)
 
 
+def kernel_problems(
+    kernels: KernelsConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """Return a message for every backend that is set by name and that inference cannot use."""
+    problems = []
+    for op in OPS:
+        backend = kernels.backend_name(op)
+        if not is_explicit_backend(backend):
+            continue
+        reason = why_not(
+            find_backend_spec(op, backend),
+            DTYPE_NAMES.get(dtype, "fp64"),
+            device.type,
+            unavailable_backends(),
+        )
+        if op in ("dropout", "cross_entropy"):
+            reason = "only training uses it"
+        elif op == "attention" and backend != "paged":
+            reason = "the keys and values are in a paged KV cache, which it does not read"
+        elif op == "attention" and model.positions == "relative":
+            reason = "it does not support relative position biases"
+        if reason is not None:
+            reason = reason.replace("precision.params", "dtype")
+            problems.append(f"kernels.{op}={backend}: {reason}. Set kernels.{op} to auto.")
+    return problems
+
+
 def build_engine(
     generator: TextGenerator, config: EngineConfig, *, callbacks: Sequence[EngineCallback] = ()
 ) -> InferenceEngine:
@@ -202,18 +243,16 @@ def build_engine(
         plan,
         free_bytes=_free_bytes(device, group),
     )
+    kernels = expand_kernel_setting(generator.kernels)
     cache = PagedKVCache(
         plan,
         num_blocks=size.num_blocks,
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
-        kernels=generator.kernels,
+        kernel=kernels.backend_name("attention"),
     )
-    if config.batch_invariant and generator.kernels != "auto":
-        raise ConfigError(
-            f"batch_invariant=true with kernels={generator.kernels}: it uses compiled kernels for "
-            "every number of tokens. Set kernels to auto, or batch_invariant to false."
-        )
+    if config.batch_invariant:
+        _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
@@ -243,12 +282,30 @@ def build_engine(
     return engine
 
 
+def _check_invariant_backends(kernels: KernelsConfig) -> None:
+    """Check that no operation is set to a backend whose results depend on the number of tokens.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for op in OPS:
+        backend = kernels.backend_name(op)
+        if backend not in ("auto", "numba", "paged"):
+            raise ConfigError(
+                f"batch_invariant=true with kernels.{op}={backend}: it needs the compiled kernels, "
+                "for every number of tokens. Set kernels to auto, or batch_invariant to false."
+            )
+
+
 def _small_batch_limits(
     generator: TextGenerator, config: EngineConfig, device: torch.device
 ) -> SmallBatchLimits:
     """Return the numbers of rows for which matmuls use the small-batch kernel, the same on all
     tensor-parallel ranks."""
-    if device.type != "cpu" or generator.kernels != "auto" or config.batch_invariant:
+    backend = expand_kernel_setting(generator.kernels).backend_name("small_batch_matmul")
+    if backend == "numba":
+        return EVERY_ROW
+    if device.type != "cpu" or backend != "auto" or config.batch_invariant:
         return NO_ROWS
     group = generator.model.tp_comm.group
     limits = gather_objects(load_or_measure_limits(), group)[0]

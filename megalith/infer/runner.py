@@ -9,7 +9,12 @@ from torch import Tensor
 from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits, small_batch_matmul
+from megalith.kernels.linear_small_batch import (
+    EVERY_ROW,
+    NO_ROWS,
+    SmallBatchLimits,
+    small_batch_matmul,
+)
 from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import Decoder
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
@@ -36,8 +41,10 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, cache: PagedKVCache, *, limits: SmallBatchLimits = NO_ROWS
     ) -> None:
-        """`limits`: numbers of rows for which matmuls use the small-batch kernel."""
-        self.model, self.cache, self.limits = model, cache, limits
+        """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
+        results must not depend on the batch."""
+        self.model, self.cache = model, cache
+        self.limits = EVERY_ROW if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -51,10 +58,9 @@ class ModelRunner:
         prompt. Keys and values are stored in the blocks of the plan."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
-            invariant = self.cache.batch_invariant
             with (
-                small_batch_matmul("numba" if invariant else "auto", self.limits),
-                loops_of_any_size(invariant),
+                small_batch_matmul(self.limits),
+                loops_of_any_size(self.cache.batch_invariant),
             ):
                 hidden = self._hidden_states(plan.rows, states)
                 logits = self._logits(hidden, plan.rows, states, prompt_logits)

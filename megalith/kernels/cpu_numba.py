@@ -19,7 +19,7 @@ from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # ca
 from numba.core.event import Listener, install_listener
 from numba.extending import intrinsic, overload
 
-from megalith.kernels.cpu_threads import Loop, openmp, report_compilation
+from megalith.kernels.cpu_threads import Loop, LoopFunction, openmp, report_compilation
 
 # Sums may be reordered, so that they use the whole width of the vector unit; infinities and NaN
 # keep their meaning.
@@ -43,7 +43,7 @@ _num_threads: Any = types.ExternalFunction("megalith_omp_num_threads", types.int
 
 
 @cache
-def address(loop: Loop, dtype: torch.dtype) -> int:
+def address(loop: Loop | LoopFunction, dtype: torch.dtype) -> int:
     """Return the address of a loop's machine code for tensors of `dtype`; compiles it on first
     use."""
     library = openmp()
@@ -58,7 +58,7 @@ def address(loop: Loop, dtype: torch.dtype) -> int:
         return _compile(loop, dtype, keep=False)
 
 
-def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
+def _compile(loop: Loop | LoopFunction, dtype: torch.dtype, *, keep: bool) -> int:
     # the type of the block determines the type of a tensor's elements
     signature = types.void(types.CPointer(_ELEMENTS[dtype]))
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
@@ -68,17 +68,9 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     return int(compiled.address)
 
 
-def _find_loop(loop: Loop) -> FunctionType:
+def _find_loop(loop: Loop | LoopFunction) -> FunctionType:
     """Return the Python function of a loop."""
-    if loop in ("paged_attention", "paged_merge"):
-        from megalith.kernels.attention import paged_numba
-
-        return cast(FunctionType, getattr(paged_numba, loop))
-    if loop == "small_batch_matmul":
-        from megalith.kernels import cpu_small_batch  # which uses the building blocks below
-
-        return cast(FunctionType, cpu_small_batch.small_batch_matmul)  # a plain function is one
-    return cast(FunctionType, globals()[loop])
+    return cast(FunctionType, globals()[loop] if isinstance(loop, str) else loop)
 
 
 class _FirstPass(Listener):

@@ -39,11 +39,12 @@ Loop = Literal[
     "logit_gradients",
     "visible_softmax",
     "visible_exp",
-    "paged_attention",
-    "paged_merge",
     "gumbel_argmax",
-    "small_batch_matmul",
 ]
+"""A loop of `kernels/cpu_numba.py`."""
+
+LoopFunction = Callable[..., None]
+"""A loop of another module, which is written like those of `kernels/cpu_numba.py`."""
 
 # elements; below, launching a loop costs more than the memory passes that it saves
 MIN_LOOP_ELEMENTS = 1 << 13
@@ -195,13 +196,20 @@ def can_use(*tensors: Tensor) -> bool:
     )
 
 
-def run(loop: Loop, dtype: torch.dtype, *arguments: Tensor | int | float, elements: int) -> None:
+def run(
+    loop: Loop | LoopFunction,
+    dtype: torch.dtype,
+    *arguments: Tensor | int | float,
+    elements: int,
+) -> None:
     """Run a compiled loop on torch's threads: tensors of `dtype`, `elements` elements of work,
     arguments in the order of the loop's docstring."""
     launch(loop, dtype, list(map(_bits, arguments)), elements=elements)
 
 
-def launch(loop: Loop, dtype: torch.dtype, block: Sequence[int], *, elements: int) -> None:
+def launch(
+    loop: Loop | LoopFunction, dtype: torch.dtype, block: Sequence[int], *, elements: int
+) -> None:
     """`run` for arguments that are integers already, such as addresses: takes half the time."""
     openmp_library = openmp()
     assert openmp_library is not None
@@ -215,7 +223,7 @@ def _block_type(length: int) -> type[ctypes.Array[ctypes.c_int64]]:
 
 
 @cache
-def _loop_address(loop: Loop, dtype: torch.dtype) -> int:
+def _loop_address(loop: Loop | LoopFunction, dtype: torch.dtype) -> int:
     from megalith.kernels.cpu_numba import address  # importing numba takes half a second
 
     return address(loop, dtype)

@@ -15,15 +15,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.kernels import linear_small_batch
 from megalith.kernels.backend import raise_unsupported
 from megalith.kernels.linear import (
     HAS_ONEDNN,
     Context,
     GradAccumulator,
     RegisterRecompute,
+    SmallBatchKernel,
     add_product_,
     bmm,
+    find_small_batch_kernel,
     forward,
     grouped_mm,
     input_grad,
@@ -269,26 +270,26 @@ but not in Python."""
 
 
 class SmallBatchMatmulOps(LoopMatmulOps):
-    """Grouped matmuls whose forward is the small-batch kernel, for experts with few rows."""
+    """Grouped matmuls whose forward is the small-batch kernel, for experts with few rows; used
+    without gradients."""
+
+    def __init__(self, kernel: SmallBatchKernel) -> None:
+        self._kernel = kernel
 
     def forward(self, x: Tensor, w: Tensor, groups: Groups) -> Tensor:
         """Forward of all experts in one launch of the kernel."""
-        return linear_small_batch.small_batch_grouped_linear(x, w, groups.on_host())
+        return self._kernel.grouped_linear(x, w, groups.on_host())
 
 
-SMALL_BATCH = SmallBatchMatmulOps()
-"""Used without gradients, on CPUs, where the small-batch kernel is selected."""
-
-
-BUILT_IN = LOOP, BATCHED, FUSED, SMALL_BATCH
+BUILT_IN = LOOP, BATCHED, FUSED
 """Grouped matmuls among which a gradient accumulator chooses the fastest for itself."""
 
 
 def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
     """Return the fastest grouped matmuls for x [r, i], w [e o, i]."""
-    few = groups.counts and x.dtype == w.dtype
-    if few and linear_small_batch.should_use(x, w, max(groups.counts or (0,))):
-        return SMALL_BATCH
+    kernel = find_small_batch_kernel(x, w, max(groups.counts)) if groups.counts else None
+    if kernel is not None:
+        return SmallBatchMatmulOps(kernel)
     if groups.equal:
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]

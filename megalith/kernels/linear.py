@@ -2,6 +2,7 @@
 calls them; and outputs that are recomputed in backward instead of saved.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.config.kernels import BackendName
-from megalith.kernels import linear_small_batch
 
 # --- recomputed outputs: tensors that need not be saved for backward, because they can be
 # recomputed from others
@@ -295,12 +295,56 @@ MIN_ONEDNN_MULTIPLICATIONS = 1 << 23
 """Minimum multiplications of a matmul for oneDNN; below, its overhead exceeds its gain."""
 
 
+class SmallBatchKernel(Protocol):
+    """Matmuls that replace torch's for few rows in `torch.inference_mode`, on CPUs: implemented in
+    `kernels/linear_small_batch.py`."""
+
+    def should_use(self, x: Tensor, w: Tensor, rows: int) -> bool:
+        """Return whether it supports `x @ w.T` with at most `rows` rows per weight matrix and is
+        faster."""
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """x [t, i], w [o, i] -> y [t, o]."""
+
+    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [r, i], sorted by expert, w [e o, i], rows of each expert [e] -> y [r, o]."""
+
+
+class _SmallBatchSelection(threading.local):
+    """The small-batch kernel of a thread."""
+
+    kernel: SmallBatchKernel | None = None
+
+
+_small_batch = _SmallBatchSelection()
+
+
+@contextmanager
+def small_batch_kernel(kernel: SmallBatchKernel | None) -> Iterator[None]:
+    """Use a kernel for matmuls of few rows inside a `with` block, in this thread and without
+    gradients. Without it nothing changes, so training is not affected."""
+    before = _small_batch.kernel
+    _small_batch.kernel = kernel
+    try:
+        yield
+    finally:
+        _small_batch.kernel = before
+
+
+def find_small_batch_kernel(x: Tensor, w: Tensor, rows: int) -> SmallBatchKernel | None:
+    """Return the small-batch kernel of this thread if it should compute `x @ w.T` with at most
+    `rows` rows per weight matrix."""
+    kernel = _small_batch.kernel
+    if kernel is None or not runs_inference() or x.dtype != w.dtype:
+        return None
+    return kernel if kernel.should_use(x, w, rows) else None
+
+
 def forward(x: Tensor, w: Tensor) -> Tensor:
-    """`y = x @ w.T`: x [t, i], w [o, i] -> y [t, o]; of few rows by the small-batch kernel, if it
+    """`y = x @ w.T`: x [t, i], w [o, i] -> y [t, o]; of few rows by the small-batch kernel, if one
     is selected and no gradients are needed."""
-    if runs_inference() and x.dtype == w.dtype and linear_small_batch.should_use(x, w, x.shape[0]):
-        return linear_small_batch.small_batch_linear(x, w)
-    return _product(x, w)
+    kernel = find_small_batch_kernel(x, w, x.shape[0])
+    return _product(x, w) if kernel is None else kernel.linear(x, w)
 
 
 def runs_inference() -> bool:

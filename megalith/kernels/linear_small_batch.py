@@ -2,28 +2,23 @@
 
 Decoding multiplies every weight matrix by a few rows, which is limited by memory bandwidth; torch
 is far from it between 2 and 16 rows. The inference engine selects, for its thread, up to how many
-rows the compiled kernel is used instead of torch (`select_small_batch_matmul`). Without that, or
-outside of `torch.inference_mode`, nothing changes, so training is not affected.
+rows the compiled kernel is used instead of torch (`small_batch_matmul`). Without that, or outside
+of `torch.inference_mode`, nothing changes, so training is not affected.
 
 Every output of the kernel has the same bits for every number of rows and every index of its row.
 """
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.kernels import cpu_threads
-
-SmallBatchBackend = Literal["auto", "torch", "reference", "numba"]
-"""auto: up to the number of rows for which the kernel was measured to be faster; torch, reference:
-never; numba: for every number of rows."""
+from megalith.kernels.linear import small_batch_kernel
 
 MAX_MEASURED_ROWS = 32
 """Largest number of rows that is measured: above, torch's matmuls are limited by arithmetic."""
@@ -47,78 +42,38 @@ class SmallBatchLimits:
 
 
 NO_ROWS = SmallBatchLimits(fp32=0, bf16=0, int8=0)
-"""Limits of a thread that uses torch only."""
+"""torch's matmuls for every number of rows."""
 EVERY_ROW = SmallBatchLimits(fp32=ANY_ROWS, bf16=ANY_ROWS, int8=ANY_ROWS)
-"""Limits of a thread that uses the kernel for every number of rows."""
+"""The kernel for every number of rows."""
 
 
-class _SelectedLimits(threading.local):
-    """The limits of a thread."""
+class LimitedSmallBatchKernel:
+    """The kernel up to a number of rows; a `SmallBatchKernel` of `kernels/linear.py`."""
 
-    limits = NO_ROWS
-    largest: Mapping[torch.dtype, int] = MappingProxyType({})
+    def __init__(self, limits: SmallBatchLimits) -> None:
+        dtypes = (torch.float32, torch.bfloat16, torch.int8)
+        self._largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
 
+    def should_use(self, x: Tensor, w: Tensor, rows: int) -> bool:
+        """Return whether `x @ w.T` with at most `rows` rows per weight matrix is within the limits
+        and supported."""
+        return rows <= self._largest.get(w.dtype, 0) and can_use(x, w)
 
-_selected = _SelectedLimits()
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """`small_batch_linear` of weights in the dtype of x."""
+        return small_batch_linear(x, w)
 
-
-def select_small_batch_matmul(
-    form: SmallBatchBackend, limits: SmallBatchLimits | None = None
-) -> SmallBatchLimits:
-    """Select how this thread computes matmuls of few rows on CPUs in `torch.inference_mode`;
-    returns the limits in effect.
-
-    `limits`: those of form auto, for example from `load_or_measure_limits`.
-
-    Raises:
-        ValueError: form is auto and there are no limits.
-    """
-    if form == "auto":
-        if limits is None:
-            raise ValueError(
-                "select_small_batch_matmul('auto') needs limits: pass "
-                "load_or_measure_limits(shapes) of kernels/small_batch_limits.py."
-            )
-        chosen = limits
-    else:
-        chosen = EVERY_ROW if form == "numba" else NO_ROWS
-    _select(chosen if cpu_threads.openmp() is not None else NO_ROWS)
-    return _selected.limits
-
-
-def _select(limits: SmallBatchLimits) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.int8)
-    _selected.limits = limits
-    _selected.largest = {dtype: rows for dtype in dtypes if (rows := limits.of(dtype)) > 0}
+    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+        """`small_batch_grouped_linear` of weights in the dtype of x."""
+        return small_batch_grouped_linear(x, w, counts)
 
 
 @contextmanager
-def small_batch_matmul(
-    form: SmallBatchBackend, limits: SmallBatchLimits | None = None
-) -> Iterator[SmallBatchLimits]:
-    """`select_small_batch_matmul` inside a `with` block; yields the limits in effect."""
-    before = _selected.limits
-    try:
-        yield select_small_batch_matmul(form, limits)
-    finally:
-        _select(before)
-
-
-def selected_limits() -> SmallBatchLimits:
-    """Return the limits in effect in this thread."""
-    return _selected.limits
-
-
-def should_use(x: Tensor, w: Tensor, rows: int) -> bool:
-    """Return whether `x @ w.T` with at most `rows` rows per weight matrix uses the kernel in this
-    thread: selected, without gradients (`torch.inference_mode`), and supported."""
-    largest = _selected.largest
-    return (
-        bool(largest)
-        and rows <= largest.get(w.dtype, 0)
-        and torch.is_inference_mode_enabled()
-        and can_use(x, w)
-    )
+def small_batch_matmul(limits: SmallBatchLimits) -> Iterator[None]:
+    """Compute matmuls of few rows by the kernel inside a `with` block, in this thread and in
+    `torch.inference_mode`."""
+    with small_batch_kernel(None if limits == NO_ROWS else LimitedSmallBatchKernel(limits)):
+        yield
 
 
 def can_use(x: Tensor, w: Tensor) -> bool:
@@ -167,19 +122,20 @@ def _bounds(rows: int) -> Tensor:
     return torch.tensor([0, rows])
 
 
-class _TileShape(NamedTuple):
-    """What the caller of the loop needs to know of its tiles."""
+class _Loop(NamedTuple):
+    """The compiled loop, and what its caller needs to know of its tiles."""
 
+    function: cpu_threads.LoopFunction
     rows: int
     outputs: int
     multiplies_bf16: bool
 
 
 @cache
-def _tile() -> _TileShape:
-    from megalith.kernels.cpu_small_batch import HAS_BF16_DOT, TILE_OUTPUTS, TILE_ROWS
+def _load_loop() -> _Loop:
+    from megalith.kernels import cpu_small_batch as loops  # importing numba takes half a second
 
-    return _TileShape(TILE_ROWS, TILE_OUTPUTS, HAS_BF16_DOT)
+    return _Loop(loops.small_batch_matmul, loops.TILE_ROWS, loops.TILE_OUTPUTS, loops.HAS_BF16_DOT)
 
 
 def _multiply(
@@ -191,18 +147,18 @@ def _multiply(
     experts: int,
     most_rows: int,
 ) -> Tensor:
-    tile = _tile()
+    loop = _load_loop()
     outputs, inputs = w.shape[0] // max(experts, 1), w.shape[1]
     y = x.new_empty(x.shape[0], outputs)
     if y.numel() == 0 or inputs == 0:
         return y.zero_()
-    dots = tile.multiplies_bf16 and w.dtype == torch.bfloat16
+    dots = loop.multiplies_bf16 and w.dtype == torch.bfloat16
     operand = x if dots else x.float()
     if operand.stride(1) != 1:
         operand = operand.contiguous()
-    widens = most_rows > tile.rows and w.dtype != torch.float32 and not dots
+    widens = most_rows > loop.rows and w.dtype != torch.float32 and not dots
     work = outputs * inputs
-    scratch_size = cpu_threads.num_threads(work) * tile.outputs * inputs if widens else 0
+    scratch_size = cpu_threads.num_threads(work) * loop.outputs * inputs if widens else 0
     scratch = x.new_empty(scratch_size, dtype=torch.float32)
     block = (
         *(experts, outputs, inputs, w.element_size(), int(widens), int(y.dtype != torch.float32)),
@@ -210,5 +166,5 @@ def _multiply(
         *(bounds.data_ptr(), operand.data_ptr(), w.data_ptr()),
         *(0 if scales is None else scales.data_ptr(), scratch.data_ptr(), y.data_ptr()),
     )
-    cpu_threads.launch("small_batch_matmul", w.dtype, block, elements=work)
+    cpu_threads.launch(loop.function, w.dtype, block, elements=work)
     return y

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalith.config.generation import SamplingParams
-from megalith.config.kernels import Kernel
 from megalith.config.serve import EngineConfig
+from megalith.config.server import ServeRun
 from megalith.config.tree import from_dict, to_dict
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError, UserError
@@ -81,7 +81,9 @@ class EngineSettings:
 
     base: str | None = None
     dtype: str | None = None
-    kernels: Kernel = "auto"
+    kernels: Any = "auto"
+    """KernelSetting as plain data."""
+
     template: str | None = None
     log_requests: bool = False
 
@@ -299,7 +301,7 @@ def load_engine(
     Raises:
         UserError: the model cannot be served.
     """
-    config = from_dict(EngineConfig, settings.engine)
+    run = from_dict(ServeRun, {"engine": settings.engine, "kernels": settings.kernels})
     source = open_source(settings.source, 1, base=settings.base)
     worker = Worker.from_environment(os.environ)
     set_threads(worker, None)
@@ -309,12 +311,12 @@ def load_engine(
         build_single_rank_mesh(),
         worker.device,
         getattr(torch, name),
-        kernels=settings.kernels,
+        kernels=run.kernels,
     )
     for warning in source.warnings():
         _logger.warning("%s: %s", source.path, warning)
-    warm_up(generator, config)
-    engine = build_engine(generator, config, callbacks=[metrics, metrics.access_log])
+    warm_up(generator, run.engine)
+    engine = build_engine(generator, run.engine, callbacks=[metrics, metrics.access_log])
     return engine, describe_model(source, generator.tokenizer, engine, settings.template)
 
 

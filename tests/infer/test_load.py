@@ -11,7 +11,12 @@ from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import (
+    Kernel,
+    KernelsConfig,
+    KernelSetting,
+    expand_kernel_setting,
+)
 from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
@@ -22,9 +27,17 @@ from megalith.errors import ConfigError, DataError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
-from megalith.infer.load import build_engine, generation_layout, load_text_generator, open_source
+from megalith.infer.load import (
+    build_engine,
+    generation_layout,
+    kernel_problems,
+    load_text_generator,
+    open_source,
+)
+from megalith.kernels import cpu_threads
 from megalith.kernels.activation import WeightedGatedFunction
 from megalith.kernels.grouped_linear import GroupedLinearFunction
+from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
 from megalith.models.decoder import Decoder, iter_parameter_specs
@@ -104,6 +117,83 @@ def test_generation_supports_reference_kernels(
     assert generate_ids("reference") == expected
     with pytest.raises(AssertionError, match="a fast form runs"):
         generate_ids("auto")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "limits"),
+    [
+        (KernelsConfig(small_batch_matmul="numba", attention="paged"), EVERY_ROW),
+        (KernelsConfig(small_batch_matmul="torch"), NO_ROWS),
+        (KernelsConfig(all="torch"), NO_ROWS),
+        ("auto", SmallBatchLimits(fp32=3, bf16=2, int8=1)),
+    ],
+)
+def test_engine_uses_the_backends_of_the_settings(
+    kernels: KernelSetting,
+    limits: SmallBatchLimits,
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not cpu_threads.openmp():
+        pytest.skip("the kernels need torch's OpenMP library")
+    measured = SmallBatchLimits(fp32=3, bf16=2, int8=1)
+    monkeypatch.setattr("megalith.infer.load.load_or_measure_limits", lambda: measured)
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
+    source = open_source(str(path), 1)
+    expected = text(path)
+    generator = load_text_generator(
+        source, build_single_rank_mesh(), CPU, torch.float32, kernels=kernels
+    )
+    engine = build_engine(generator, EngineConfig())
+    assert engine.runner.limits == limits
+    unused = "_numba" if expand_kernel_setting(kernels).all == "torch" else "_torch"
+    monkeypatch.setattr(f"megalith.kernels.attention.paged.{unused}", None)
+    (completion,) = run(engine, [([5, 6, 7], SEEDED)])[0].outputs
+    assert completion.cause is None and completion.token_ids == expected
+
+
+def test_backends_that_inference_cannot_use_are_rejected(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
+    kernels = KernelsConfig(
+        attention="flex", dropout="numba", norm="triton", small_batch_matmul="numba"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_text_generator(
+            open_source(str(path), 1),
+            build_single_rank_mesh(),
+            CPU,
+            torch.float64,
+            kernels=kernels,
+        )
+    assert [line.strip()[3:] for line in str(error.value).splitlines()[1:]] == [
+        "kernels.norm=triton: it works on GPUs, and this run is on cpu. Set kernels.norm to auto.",
+        "kernels.dropout=numba: only training uses it. Set kernels.dropout to auto.",
+        "kernels.attention=flex: the keys and values are in a paged KV cache, which it does not "
+        "read. Set kernels.attention to auto.",
+        "kernels.small_batch_matmul=numba: it takes fp32, bf16, and dtype=fp64. Set "
+        "kernels.small_batch_matmul to auto.",
+    ]
+    relative = tiny.config(positions="relative")
+    (problem,) = kernel_problems(KernelsConfig(attention="paged"), relative, CPU, torch.float32)
+    assert problem.startswith("kernels.attention=paged: it does not support relative position")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [("torch", "norm=torch"), (KernelsConfig(small_batch_matmul="torch"), "small_batch_matmul")],
+)
+def test_batch_invariance_rejects_other_backends(
+    kernels: KernelSetting, name: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
+    generator = load_text_generator(
+        open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float32, kernels=kernels
+    )
+    with pytest.raises(ConfigError, match=f"batch_invariant=true with kernels.{name}.*to auto"):
+        build_engine(generator, EngineConfig(batch_invariant=True))
 
 
 @pytest.mark.parametrize("shared", [None, 7], ids=["dense", "shared experts"])

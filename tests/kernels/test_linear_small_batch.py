@@ -16,21 +16,18 @@ from torch import Tensor
 
 from megalith.kernels import cpu_threads, linear_small_batch, small_batch_limits
 from megalith.kernels.grouped_linear import (
-    SMALL_BATCH,
+    SmallBatchMatmulOps,
     build_groups,
     grouped_linear,
     reference_grouped_linear,
     select_grouped_matmul_ops,
 )
-from megalith.kernels.linear import forward, linear
+from megalith.kernels.linear import find_small_batch_kernel, forward, linear
 from megalith.kernels.linear_small_batch import (
     EVERY_ROW,
     NO_ROWS,
     SmallBatchLimits,
     can_use,
-    select_small_batch_matmul,
-    selected_limits,
-    should_use,
     small_batch_grouped_linear,
     small_batch_linear,
     small_batch_matmul,
@@ -187,22 +184,21 @@ def test_linear_uses_the_kernel_up_to_the_limit(monkeypatch: pytest.MonkeyPatch)
         for t in (1, 4, 5):
             linear(torch.randn(t, 10), [w])
         assert calls == []
-        with small_batch_matmul("auto", LIMITS) as limits:
-            assert limits == selected_limits() == LIMITS
+        with small_batch_matmul(LIMITS):
             for t in (1, 4, 5):
                 linear(torch.randn(t, 10), [w])
                 linear(torch.randn(t, 10).bfloat16(), [w.bfloat16()])
-        assert calls == [1, 1, 4] and selected_limits() == NO_ROWS
-        with small_batch_matmul("numba"):
+        assert calls == [1, 1, 4]
+        with small_batch_matmul(EVERY_ROW):
             linear(torch.randn(100, 10), [w])
-        with small_batch_matmul("torch"), small_batch_matmul("reference"):
+        with small_batch_matmul(EVERY_ROW), small_batch_matmul(NO_ROWS):
             linear(torch.randn(1, 10), [w])
     assert calls == [1, 1, 4, 100]
 
 
 def test_training_never_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, x, w = count_calls(monkeypatch), torch.randn(2, 10), torch.randn(6, 10)
-    with small_batch_matmul("numba"):
+    with small_batch_matmul(EVERY_ROW):
         linear(x, [w.requires_grad_()]).sum().backward()
         with torch.no_grad():
             linear(x, [w])
@@ -213,29 +209,28 @@ def test_training_never_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_kernel_rejects_unsupported_operands() -> None:
     x, w = torch.randn(2, 10), torch.randn(6, 10)
-    with small_batch_matmul("numba"), torch.inference_mode():
-        assert should_use(x, w, 2)
-        assert not should_use(x.double(), w.double(), 2)
-        assert not should_use(x.half(), w.half(), 2)
+    with small_batch_matmul(EVERY_ROW), torch.inference_mode():
+        assert find_small_batch_kernel(x, w, 2) is not None
+        assert find_small_batch_kernel(x, w.bfloat16(), 2) is None
+        assert find_small_batch_kernel(x.double(), w.double(), 2) is None
+        assert find_small_batch_kernel(x.half(), w.half(), 2) is None
         assert torch.equal(forward(x.double(), w.double()), x.double() @ w.double().t())
         columns = w.t().contiguous().t()
         assert not can_use(x, columns)
         torch.testing.assert_close(forward(x, columns), x @ w.t())
-    assert not should_use(x, w, 2)
-
-
-def test_selection_of_auto_needs_limits() -> None:
-    with pytest.raises(ValueError, match=r"load_or_measure_limits\(shapes\)"):
-        select_small_batch_matmul("auto")
+        with torch.inference_mode(False):
+            assert find_small_batch_kernel(x, w, 2) is None
+    with torch.inference_mode():
+        assert find_small_batch_kernel(x, w, 2) is None
 
 
 def test_experts_with_few_rows_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch)
     x, w = torch.randn(7, 32), torch.randn(3 * 16, 32)
     few, many = build_groups((4, 0, 3)), build_groups((5, 0, 2))
-    with small_batch_matmul("auto", LIMITS), torch.inference_mode():
-        assert select_grouped_matmul_ops(x, w, few) is SMALL_BATCH
-        assert select_grouped_matmul_ops(x, w, many) is not SMALL_BATCH
+    with small_batch_matmul(LIMITS), torch.inference_mode():
+        assert isinstance(select_grouped_matmul_ops(x, w, few), SmallBatchMatmulOps)
+        assert not isinstance(select_grouped_matmul_ops(x, w, many), SmallBatchMatmulOps)
         y = grouped_linear(x, w, few)
     assert calls == [7]
     torch.testing.assert_close(y, reference_grouped_linear(x, w, few))
@@ -348,4 +343,3 @@ def run_all(threads: list[threading.Thread]) -> None:
 def test_limits_are_described() -> None:
     text = "small-batch matmul kernel: fp32 up to 4 rows, bf16 never, int8 up to 8 rows"
     assert describe_limits(SmallBatchLimits(fp32=4, bf16=0, int8=8)) == text
-    assert selected_limits() == NO_ROWS != EVERY_ROW

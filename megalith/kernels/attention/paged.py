@@ -244,10 +244,10 @@ def select_paged_backend(paged: _PagedKeys, kernel: BackendName) -> PagedBackend
     """
     tensors = *paged.queries, *paged.keys, paged.values
     supported = cpu_threads.can_use(*tensors) and all(x.stride(-1) == 1 for x in tensors)
-    if kernel == "numba" and not supported:
+    if kernel in ("numba", "paged") and not supported:
         q = paged.queries[0]
         raise ConfigError(
-            f"kernel=numba does not support {str(q.dtype).removeprefix('torch.')} queries on "
+            f"kernel={kernel} does not support {str(q.dtype).removeprefix('torch.')} queries on "
             f"{q.device.type} with caches in {str(paged.values.dtype).removeprefix('torch.')}: it "
             "takes all fp32 or all bf16 on CPUs. Use kernel=torch or kernel=auto."
         )
@@ -533,6 +533,8 @@ def _numba(
     paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
     """Attention in place, by the numba loops."""
+    from megalith.kernels.attention import paged_numba  # importing numba takes half a second
+
     queries = tuple(q.contiguous() for q in paged.queries)
     heads, shared, width = paged.values.shape[1], paged.shared, paged.values.shape[3]
     visible = visible_key_lengths(metadata.lengths, scores)
@@ -551,9 +553,9 @@ def _numba(
     arguments = _numba_arguments(
         paged._replace(queries=queries), metadata, scores, sinks, plan, out
     )
-    cpu_threads.run("paged_attention", out.dtype, *arguments, elements=work)
+    cpu_threads.run(paged_numba.paged_attention, out.dtype, *arguments, elements=work)
     if len(plan.splits):
-        cpu_threads.run("paged_merge", out.dtype, *arguments, elements=work)
+        cpu_threads.run(paged_numba.paged_merge, out.dtype, *arguments, elements=work)
     return out
 
 
