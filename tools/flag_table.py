@@ -25,25 +25,41 @@ HEADINGS = {
 }
 """Headings of the flags that become no setting, by verdict and effect."""
 
+SERVING_HEADINGS = {
+    "already": "Inference: implemented, or without effect",
+    "explained": "Inference: done differently",
+    "not mapped": "Inference: not implemented",
+}
+"""Headings of the flags of text generation servers that become no setting, by verdict."""
+
 
 def build_tables(flags: Sequence[MegatronFlag]) -> str:
     """Return Markdown with a table of the mapped flags, and one of the others per heading."""
-    mapped = [flag for flag in flags if flag.verdict == "mapped"]
-    lines = ["### Mapped to settings", "", "| Megatron | Megalith | conversion |", "|---|---|---|"]
-    lines += [_mapped_row(flag) for flag in mapped]
+    trained = [flag for flag in flags if flag.program == "train"]
+    served = [flag for flag in flags if flag.program == "serve"]
+    lines = _mapped_table("Mapped to settings", trained)
     for key, heading in HEADINGS.items():
-        lines += ["", f"### {heading}", "", "| Megatron | reason |", "|---|---|"]
-        flags_by_reason: dict[str, list[str]] = {}
-        for flag in flags:
-            if (flag.verdict, flag.effect) == key:
-                reason = (
-                    f"{flag.reason}; only with {flag.requires}" if flag.requires else flag.reason
-                )
-                flags_by_reason.setdefault(reason, []).append(flag.flag)
-        lines += [
-            f"| {_code(names)} | {_escape(reason)} |" for reason, names in flags_by_reason.items()
-        ]
-    return "\n".join(lines)
+        chosen = [flag for flag in trained if (flag.verdict, flag.effect) == key]
+        lines += _reason_table(heading, chosen)
+    lines += _mapped_table("Inference: mapped to settings of `megalith serve`", served)
+    for verdict, heading in SERVING_HEADINGS.items():
+        lines += _reason_table(heading, [flag for flag in served if flag.verdict == verdict])
+    return "\n".join(lines).strip("\n")
+
+
+def _mapped_table(heading: str, flags: Sequence[MegatronFlag]) -> list[str]:
+    head = ["", f"### {heading}", "", "| Megatron | Megalith | conversion |", "|---|---|---|"]
+    rows = [_mapped_row(flag) for flag in flags if flag.verdict == "mapped"]
+    return head + rows if rows else []
+
+
+def _reason_table(heading: str, flags: Sequence[MegatronFlag]) -> list[str]:
+    flags_by_reason: dict[str, list[str]] = {}
+    for flag in flags:
+        reason = f"{flag.reason}; only with {flag.requires}" if flag.requires else flag.reason
+        flags_by_reason.setdefault(reason, []).append(flag.flag)
+    rows = [f"| {_code(names)} | {_escape(reason)} |" for reason, names in flags_by_reason.items()]
+    return ["", f"### {heading}", "", "| Megatron | reason |", "|---|---|", *rows] if rows else []
 
 
 def insert_tables(page: str, tables: str) -> str:

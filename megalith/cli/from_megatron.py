@@ -1,4 +1,5 @@
-"""`megalith from-megatron`: translate Megatron arguments, or a launch script, to a run."""
+"""`megalith from-megatron`: translate Megatron arguments, or a launch script, to a run or to a
+`megalith serve` command."""
 
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.megatron.launch import Launch, read_script, split_command
 from megalith.megatron.parse import FlagReport, expand_file_flags
+from megalith.megatron.serving import format_command, is_serving_program, translate_serving
 from megalith.megatron.translate import Translation, named_tokenizer, translate
 from megalith.rules.run import run_problems
 
@@ -34,18 +36,25 @@ class FromMegatron:
     standard output.
 
     A report on each argument goes to standard error. Arguments after --script override those in the
-    script. Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
+    script. The arguments of a text generation server become a `megalith serve` command.
+
+    Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
     """
 
     script: str | None = None
-    """Bash script that launches pretrain_gpt.py; it is parsed, not executed."""
+    """Bash script that launches pretrain_gpt.py or a text generation server; it is parsed, not
+    executed."""
 
     set: tuple[str, ...] = ()
     """NAME=VALUE for variables that the script expects from its environment; 1=VALUE for its
     first argument."""
 
+    serve: bool = False
+    """Write a `megalith serve` command instead of a run; default: if the program is one of
+    Megatron's text generation servers."""
+
     output: str | None = None
-    """File to which the YAML is written."""
+    """File to which the YAML, or the command, is written."""
 
     name: str | None = None
     """Name of the run; default: that of the script."""
@@ -72,6 +81,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{len(words)} arguments were given. Pass Megatron arguments, or --script FILE."
         )
+    if options.serve or is_serving_program(launch.program):
+        return _serve(options, words)
     translation = translate(
         words,
         name=options.name or (Path(options.script).stem if options.script else "from_megatron"),
@@ -95,13 +106,32 @@ def main(argv: list[str]) -> int:
     return 2 if refusals else 0
 
 
+def _serve(options: FromMegatron, words: Sequence[str]) -> int:
+    """Print the `megalith serve` command for the arguments of a text generation server."""
+    translation = translate_serving(words)
+    refusals = translation.refusals(strict=options.strict)
+    line = "" if refusals else format_command(translation.command)
+    if options.json:
+        settings = None if translation.run is None or refusals else to_dict(translation.run)
+        document = {"run": settings, "command": [] if refusals else list(translation.command)}
+        print_json(document | _reports(translation.entries) | {"refused": refusals})
+    else:
+        print(report(translation.entries), file=sys.stderr)
+        raise_all(refusals)
+    if line and options.output is not None:
+        _write(options.output, f"{line}\n")
+    if line and not options.json and options.output is None:
+        print(line)
+    return 2 if refusals else 0
+
+
 def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the command line into this command's options and Megatron's arguments."""
     own, words, values = [], [], []
     rest = iter(argv)
     for word in rest:
         name, equals, value = word.partition("=")
-        if word in ("--strict", "--json", "--help", "-h"):
+        if word in ("--strict", "--serve", "--json", "--help", "-h"):
             own.append(word)
         elif name in ("--script", "--output", "--name", "--world", "--set"):
             following = value if equals else next(rest, None)
@@ -141,7 +171,7 @@ def _short(text: str) -> str:
 
 
 def _launch(options: FromMegatron, words: Sequence[str]) -> Launch:
-    """Return the training launch described by the script or the words."""
+    """Return the launch described by the script or the words."""
     variables = dict(_variable(word) for word in options.set)
     if options.script is None:
         if variables:
@@ -199,18 +229,25 @@ def _tokenizer_vocab(words: Sequence[str]) -> int | None:
 
 
 def _document(translation: Translation, refusals: list[str]) -> dict[str, object]:
-    entries = [asdict(entry) for entry in translation.entries]
-    kinds = ("mapped", "already", "explained", "not mapped")
     return {
         "run": None if translation.run is None or refusals else to_dict(translation.run),
         "ranks": translation.ranks,
-        **{kind.replace(" ", "_"): [e for e in entries if e["verdict"] == kind] for kind in kinds},
+        **_reports(translation.entries),
         "refused": refusals,
     }
 
 
+def _reports(entries: Sequence[FlagReport]) -> dict[str, object]:
+    """Return the reports by verdict."""
+    kinds = ("mapped", "already", "explained", "not mapped")
+    return {
+        kind.replace(" ", "_"): [asdict(entry) for entry in entries if entry.verdict == kind]
+        for kind in kinds
+    }
+
+
 def _write(path: str, text: str) -> None:
-    """Write the YAML; an existing file is not overwritten."""
+    """Write the YAML, or the command; an existing file is not overwritten."""
     try:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(text)

@@ -30,6 +30,9 @@ Effect: TypeAlias = Literal["none", "numbers", "model"]
 """What differs if a flag is ignored: only speed, memory or logs; the loss; the model, its data or
 its initial weights."""
 
+Program: TypeAlias = Literal["train", "serve"]
+"""Programs of Megatron that read a flag: pretrain_gpt.py, or the text generation servers."""
+
 Verdict: TypeAlias = Literal["mapped", "already", "explained", "not mapped"]
 """Becomes settings; implemented or without effect here; done differently; not implemented."""
 
@@ -48,6 +51,9 @@ class MegatronFlag:
 
     verdict: Verdict
     """What becomes of it."""
+
+    program: Program = "train"
+    """Program that reads it."""
 
     type: FlagType = "any"
     """Type of its value."""
@@ -81,7 +87,13 @@ class MegatronFlag:
     """Values for which a run of Megalith does the same."""
 
     def __post_init__(self) -> None:
-        for attribute, allowed in (("verdict", Verdict), ("type", FlagType), ("effect", Effect)):
+        allowed_values = {
+            "verdict": Verdict,
+            "program": Program,
+            "type": FlagType,
+            "effect": Effect,
+        }
+        for attribute, allowed in allowed_values.items():
             value = getattr(self, attribute)
             assert value in get_args(allowed), f"{self.flag}: {attribute}={value}"
         is_mapped = self.verdict == "mapped"
@@ -99,16 +111,26 @@ def read_flag_table() -> tuple[MegatronFlag, ...]:
 
 
 @functools.cache
-def mapped_flags() -> Mapping[str, MegatronFlag]:
-    """Return the flags that become settings, under each of their names; no `file` is one."""
-    flags = (flag for flag in read_flag_table() if flag.verdict == "mapped" and flag.type != "file")
-    return {name: flag for flag in flags for name in (flag.flag, *flag.aliases)}
+def mapped_flags(program: Program = "train") -> Mapping[str, MegatronFlag]:
+    """Return the flags that become settings of a program, under each of their names; no `file` is
+    one."""
+    return {
+        name: flag
+        for flag in read_flag_table()
+        if (flag.verdict, flag.program) == ("mapped", program) and flag.type != "file"
+        for name in (flag.flag, *flag.aliases)
+    }
 
 
 @functools.cache
-def unmapped_flags() -> Mapping[str, MegatronFlag]:
-    """Return the flags that become no setting, by name."""
-    return {flag.flag: flag for flag in read_flag_table() if flag.verdict != "mapped"}
+def unmapped_flags(program: Program = "train") -> Mapping[str, MegatronFlag]:
+    """Return the flags that become no setting of a program, under each of their names."""
+    return {
+        name: flag
+        for flag in read_flag_table()
+        if (flag.verdict, flag.program) != ("mapped", program) and flag.type != "file"
+        for name in (flag.flag, *flag.aliases)
+    }
 
 
 @functools.cache
@@ -156,34 +178,37 @@ class Arguments:
     problems: tuple[str, ...]
     """Messages about arguments that cannot be parsed."""
 
+    program: Program = "train"
+    """Program whose arguments they are."""
+
     def given(self, name: str) -> bool:
         """Return whether this flag was given."""
         return name in self.words
 
     def value(self, name: str) -> Plain:
         """Return the value of a mapped flag, or the one that Megatron assumes."""
-        flag = mapped_flags()[name]
+        flag = mapped_flags(self.program)[name]
         return self.values.get(name, False if flag.type == "switch" else flag.default)
 
     def typed(self, name: str) -> str:
         """Return the flag as it was typed, or with the value that Megatron assumes."""
         if name in self.words:
             return " ".join((name, *self.words[name]))
-        flag = mapped_flags().get(name)
+        flag = mapped_flags(self.program).get(name)
         assumed = "" if flag is None or flag.default is None else f" {flag.default}"
         return f"{name}{assumed} (left out)"
 
 
-def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Parse a list of arguments. Raises nothing: all messages are in `problems`."""
-    mapped, unmapped = mapped_flags(), unmapped_flags()
+def parse_arguments(words: Sequence[str], program: Program = "train") -> Arguments:
+    """Parse the arguments of a program. Raises nothing: all messages are in `problems`."""
+    mapped, unmapped = mapped_flags(program), unmapped_flags(program)
     words_by_flag: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
     for name, values in _split_flags(words, problems):
         if name in mapped:
             words_by_flag[mapped[name].flag] = values
         elif name in unmapped:
-            words_by_flag[name] = values
+            words_by_flag[unmapped[name].flag] = values
             if unmapped[name].type == "switch" and values:
                 problems.append(_unexpected_value(name, values))
         elif name in FILE_FLAGS:
@@ -203,7 +228,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
             typed_values[name] = value
         else:
             problems.append(problem)
-    return Arguments(words_by_flag, typed_values, tuple(problems))
+    return Arguments(words_by_flag, typed_values, tuple(problems), program)
 
 
 def expand_file_flags(words: Sequence[str]) -> list[str]:
@@ -354,6 +379,13 @@ class FlagReport:
     """What differs because the argument is ignored."""
 
 
+def list_refused(entries: Iterable[FlagReport], *, strict: bool) -> list[str]:
+    """Return messages about the arguments without which the model or training, or with `strict` its
+    numbers, would differ."""
+    effects = ("model", "numbers") if strict else ("model",)
+    return [f"{entry.flag}: {entry.text}." for entry in entries if entry.effect in effects]
+
+
 @dataclass(slots=True)
 class Draft:
     """Settings, reports and problems of a run while its arguments are translated."""
@@ -431,13 +463,22 @@ class Draft:
         return value if isinstance(value, int) and value > 0 else 1
 
 
+_UNREAD: Mapping[Program, str] = {
+    "train": "belongs to inference, and training does not read it: use --serve to translate it",
+    "serve": "`megalith serve` reads the model, its tokenizer and weights from the checkpoint",
+}
+"""Why the flags of the other program have no effect, by program."""
+
+
 def report_unmapped(draft: Draft) -> None:
     """Report on every given flag that becomes no setting."""
-    for name, flag in unmapped_flags().items():
+    for name, flag in unmapped_flags(draft.arguments.program).items():
         words = draft.arguments.words.get(name)
         if words is None:
             continue
-        if flag.requires is not None and not draft.arguments.given(flag.requires):
+        if flag.program != draft.arguments.program:
+            draft.report("already", name, _UNREAD[draft.arguments.program])
+        elif flag.requires is not None and not draft.arguments.given(flag.requires):
             draft.report("already", name, f"takes effect only with {flag.requires}")
         elif words and all(_matches(flag, word) for word in words):
             draft.report("already", name, "Megalith does the same")

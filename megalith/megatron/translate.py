@@ -20,6 +20,7 @@ from megalith.megatron.model import translate_model
 from megalith.megatron.parse import (
     Draft,
     FlagReport,
+    list_refused,
     parse_arguments,
     report_unmapped,
     report_unused,
@@ -51,11 +52,7 @@ class Translation:
     def refusals(self, *, strict: bool) -> list[str]:
         """Return why the run must not be used: it cannot be written, would train another model, or
         (`strict`) would have other losses."""
-        effects = ("model", "numbers") if strict else ("model",)
-        return [
-            *self.problems,
-            *(f"{entry.flag}: {entry.text}." for entry in self.entries if entry.effect in effects),
-        ]
+        return [*self.problems, *list_refused(self.entries, strict=strict)]
 
 
 def translate(

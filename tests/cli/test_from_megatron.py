@@ -39,7 +39,16 @@ def block(kind: str) -> str:
 
 def test_own_options_are_not_flags_of_megatron() -> None:
     own = {f"--{setting.path}" for setting in describe(FromMegatron)}
-    assert own == {"--script", "--set", "--output", "--name", "--world", "--strict", "--json"}
+    assert own == {
+        "--script",
+        "--set",
+        "--serve",
+        "--output",
+        "--name",
+        "--world",
+        "--strict",
+        "--json",
+    }
     assert own & {*FLAGS, "--help", "-h"} == set()
 
 
@@ -265,6 +274,37 @@ def test_translating_never_loads_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+# --- text generation servers
+
+
+def test_script_of_a_server_becomes_a_serve_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, output = tmp_path / "serve.sh", tmp_path / "serve_8b.sh"
+    script.write_text(block("sh"))
+    assert run("--script", str(script), "--strict") == 0
+    printed = capsys.readouterr()
+    (command,) = re.findall(r"^    (megalith serve /.*)$", PAGE, re.MULTILINE)
+    assert printed.out == f"{command}\n"
+    assert "engine.max_num_seqs = 16" in printed.err and "CUDA graphs" in printed.err
+    assert run("--script", str(script), "--output", str(output)) == 0
+    assert capsys.readouterr().out == "" and output.read_text() == printed.out
+    assert run("--script", str(script), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"]["engine"]["max_num_seqs"] == 16 and document["refused"] == []
+    assert document["command"][:2] == ["megalith", "serve"]
+
+
+def test_serve_option_translates_arguments_without_a_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--serve", "--inference-max-requests", "8") == 0
+    assert capsys.readouterr().out == "megalith serve SOURCE --engine.max_num_seqs 8\n"
+    assert run("--serve", "--port", "0x") == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "--port 0x: expected a whole number" in printed.err
 
 
 # --- the page

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 import megalith.megatron
-from megalith.config.fields import setting_names
+from megalith.cli.serve import ServeOptions
+from megalith.config.fields import describe, setting_names
+from megalith.config.server import ServeRun
 from megalith.config.train import TrainRun
 from megalith.megatron.parse import (
     FILE_FLAGS,
@@ -18,15 +20,19 @@ from megalith.megatron.parse import (
     read_flag_table,
     unmapped_flags,
 )
+from megalith.megatron.serving import OPTIONS
 from tests.megatron.conftest import Translate
 
 MEGATRON_FLAGS = (Path(__file__).parent.parent / "cli" / "megatron_flags.txt").read_text().split()
 ENTRY_KEYS = {
     "mapped": (
         {"flag", "verdict", "type", "setting"},
-        {"aliases", "choices", "default", "factor", "reason"},
+        {"aliases", "choices", "default", "factor", "program", "reason"},
     ),
-    "other": ({"flag", "verdict", "effect", "reason"}, {"type", "requires", "matching_values"}),
+    "other": (
+        {"flag", "verdict", "effect", "reason"},
+        {"type", "program", "requires", "matching_values"},
+    ),
 }
 """Required and optional keys of an entry."""
 
@@ -61,6 +67,7 @@ def test_every_flag_of_megatron_has_one_entry() -> None:
         {"verdict": "mapped", "setting": ("seed",), "type": "number"},
         {"verdict": "mapped", "setting": ("seed",), "type": "choice"},
         {"verdict": "already", "reason": "effect is not one of the set", "effect": "speed"},
+        {"verdict": "already", "reason": "program is not one of the set", "program": "chat"},
     ],
 )
 def test_invalid_entry_is_rejected(fields: dict[str, object]) -> None:
@@ -77,8 +84,21 @@ def test_mapped_flags_set_existing_settings_and_defaults_fit_their_type() -> Non
         assert flag.default is None or expected is None or type(flag.default) is expected, flag
 
 
+def test_mapped_flags_of_servers_set_settings_or_options_of_serve() -> None:
+    names = {*setting_names(ServeRun), *OPTIONS}
+    options = {setting.path for setting in describe(ServeOptions)}
+    assert set(OPTIONS) <= options
+    for flag in mapped_flags("serve").values():
+        assert len(flag.setting) == 1 and flag.setting[0] in names, flag
+        if flag.setting[0].startswith("server."):
+            assert flag.setting[0].removeprefix("server.") in options, flag
+    assert not mapped_flags().keys() & mapped_flags("serve").keys()
+
+
 def test_reasons_are_consistent_with_verdict_and_effect() -> None:
-    for flag in unmapped_flags().values():
+    for flag in read_flag_table():
+        if flag.verdict == "mapped":
+            continue
         assert len(flag.reason) > 15 and not flag.reason.endswith("."), flag
         assert flag.verdict != "already" or flag.effect == "none", flag
         if flag.effect == "model":
