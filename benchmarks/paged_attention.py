@@ -21,15 +21,17 @@ from paired import take_turns, times_as_fast
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megalith.kernels.attention.dispatch import attention, visible_key_lengths
 from megalith.kernels.attention.paged import (
     PagedMetadata,
     build_paged_metadata,
-    gather_and_attend,
+    gather,
     paged_attention,
     paged_latent_attention,
 )
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.kernels.packed import seq_params_from_queries
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Contenders = dict[str, Callable[[], object]]
@@ -97,6 +99,15 @@ def build_contenders(case: Case, dtype: torch.dtype) -> Contenders:
         "torch": partial(run, kernel="torch"),
         **others,
     }
+
+
+def gather_and_attend(
+    q: Tensor, keys: Tensor, values: Tensor, metadata: PagedMetadata, scores: Scores
+) -> Tensor:
+    """Gather the visible keys and values of all rows, and attend to them."""
+    lengths = visible_key_lengths(metadata.lengths, scores)
+    k, v = (gather(cache, metadata, lengths) for cache in (keys, values))
+    return attention(q, k, v, seq_params_from_queries(list(lengths)), scores)
 
 
 def _gathering(

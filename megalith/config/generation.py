@@ -319,14 +319,23 @@ def _shorten(value: object) -> str:
 
 
 def _check_texts(name: str, texts: Sequence[str], limit: int) -> Iterator[str]:
-    """Yield the messages about a list of texts: their number, the first empty and the first long
-    one."""
+    """Yield the messages about a list of texts: their number, the first empty, the first invalid
+    and the first long one."""
     if len(texts) > limit:
         yield f"{name} has {len(texts)} texts, but the limit is {limit}. Pass {limit} or less."
     if "" in texts:
         yield (
             f"{name}[{texts.index('')}] is an empty text, which is part of every text. Remove it."
         )
+    for index, text in enumerate(texts[:limit]):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            yield (
+                f"{name}[{index}] has the unpaired surrogate U+{ord(text[error.start]):04X}, which "
+                "is no character, so no output contains it. Remove it."
+            )
+            break
     sizes = [len(text) for text in texts]
     if max(sizes, default=0) > MAX_STRING_CHARACTERS:
         index = next(i for i, size in enumerate(sizes) if size > MAX_STRING_CHARACTERS)

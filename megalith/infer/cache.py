@@ -7,7 +7,7 @@ sliding window, a chunk) share the block tables that the scheduler plans: see `p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -21,13 +21,20 @@ from megalith.config.serve import EngineConfig
 from megalith.errors import ConfigError
 from megalith.kernels.attention.paged import (
     PagedMetadata,
+    build_paged_metadata,
     paged_attention,
     store,
     unsupported_reason,
 )
 from megalith.kernels.layer_inputs import Attend, AttendOptions, LayerCache, StateStep
 from megalith.kernels.packed import PackedSeqParams
-from megalith.plan.serving.cache_layout import AttentionView, CacheLayout, plan_cache_layout
+from megalith.plan.serving.cache_layout import (
+    AttentionView,
+    CacheLayout,
+    count_required_blocks,
+    find_longest_sequence,
+    plan_cache_layout,
+)
 from megalith.plan.serving.scheduler import PlannedRow, SchedulerConfig
 
 
@@ -100,16 +107,6 @@ class PoolSize(NamedTuple):
     max_model_len: int
 
 
-def blocks_per_sequence(layout: CacheLayout, length: int, config: EngineConfig) -> int:
-    """Return the largest number of blocks that a sequence of `length` tokens uses at a time."""
-    size, step = config.cache.block_size, config.max_num_batched_tokens
-    count = 0
-    for view in layout.groups:
-        tokens = length if view.window is None else min(length, view.window + step)
-        count += -(-tokens // size) + (view.window is not None)
-    return count
-
-
 def plan_pool(
     model: ModelConfig, config: EngineConfig, plan: CachePlan, *, free_bytes: int
 ) -> PoolSize:
@@ -119,7 +116,13 @@ def plan_pool(
     Raises:
         ConfigError: the pool cannot hold a sequence of `max_model_len` tokens.
     """
-    layout, cache = plan.layout, config.cache
+    cache = config.cache
+    count_blocks = partial(
+        count_required_blocks,
+        plan.layout.groups,
+        cache.block_size,
+        chunk=config.max_num_batched_tokens,
+    )
     longest = model.max_seq_len if config.max_model_len is None else config.max_model_len
     if longest > model.max_seq_len:
         raise ConfigError(
@@ -127,13 +130,19 @@ def plan_pool(
             f"context length of the model. Set max_model_len to at most {model.max_seq_len}."
         )
     block_bytes = plan.bytes_per_token * cache.block_size
-    useful = config.max_num_seqs * blocks_per_sequence(layout, longest, config)
+    useful = config.max_num_seqs * count_blocks(longest)
     fits = int(free_bytes * cache.memory_fraction) // max(1, block_bytes)
     num_blocks = min(useful, fits) if cache.num_blocks is None else cache.num_blocks
-    needed = blocks_per_sequence(layout, longest, config)
+    needed = count_blocks(longest)
     if needed > num_blocks and config.max_model_len is None:
-        longest = _longest_sequence(layout, num_blocks, config, longest)
-        needed = blocks_per_sequence(layout, max(1, longest), config)
+        longest = find_longest_sequence(
+            plan.layout.groups,
+            cache.block_size,
+            num_blocks=num_blocks,
+            chunk=config.max_num_batched_tokens,
+            longest=longest,
+        )
+        needed = count_blocks(max(1, longest))
     if needed > num_blocks or longest < 1:
         required = f"{needed} blocks ({needed * block_bytes / 2**20:.1f} MiB)"
         if cache.num_blocks is not None:
@@ -149,20 +158,6 @@ def plan_pool(
             "cache.memory_fraction higher."
         )
     return PoolSize(max(1, num_blocks), longest)
-
-
-def _longest_sequence(
-    layout: CacheLayout, num_blocks: int, config: EngineConfig, longest: int
-) -> int:
-    """Return the length of the longest sequence, at most `longest`, that fits into the blocks."""
-    low, high = 0, longest
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks_per_sequence(layout, middle, config) <= num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerConfig:
@@ -283,15 +278,8 @@ class StepBlocks:
             table = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
             for number, blocks in enumerate(tables):
                 table[number, : len(blocks)] = blocks
-            counts = np.array([count for count, _ in self._lengths], dtype=np.int32)
-            keys = np.array([length for _, length in self._lengths], dtype=np.int32)
-            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-            self._metadata[group] = PagedMetadata(
-                block_tables=torch.from_numpy(table).to(self.device),
-                cu_seqlens_q=torch.from_numpy(starts).to(self.device),
-                kv_lengths=torch.from_numpy(keys).to(self.device),
-                lengths=self._lengths,
-                block_size=self.block_size,
+            self._metadata[group] = build_paged_metadata(
+                torch.from_numpy(table).to(self.device), self._lengths, self.block_size
             )
         return self._metadata[group]
 

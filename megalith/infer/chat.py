@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from megalith.config.generation import SamplingParams
+from megalith.config.generation import MAX_STOP_STRINGS, SamplingParams
 from megalith.config.serve import EngineConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, DataError
+from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.hf.convert import find_own_template, find_turn_end
 from megalith.hf.pretrained import Pretrained
 from megalith.infer.engine import InferenceEngine
@@ -89,8 +89,17 @@ def with_turn_end(
     params: SamplingParams, template: ChatTemplate, tokenizer: Tokenizer
 ) -> SamplingParams:
     """Return the parameters with the tokens or the text with which the template ends a turn as
-    stops."""
+    stops.
+
+    Raises:
+        ConfigError: there are too many stop strings.
+    """
     stop_ids, stop_text = find_turn_end(template, tokenizer)
+    if stop_text and len(params.stop) >= MAX_STOP_STRINGS:
+        raise ConfigError(
+            f"stop has {len(params.stop)} texts, and the chat template adds one; the limit is "
+            f"{MAX_STOP_STRINGS}. Use {MAX_STOP_STRINGS - 1} or less."
+        )
     return replace(
         params,
         stop_token_ids=(*params.stop_token_ids, *sorted(stop_ids)),

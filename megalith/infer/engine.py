@@ -116,6 +116,9 @@ class InferenceEngine:
     ) -> None:
         """`max_model_len`: maximum number of tokens of a sequence; `eos_token_ids`: tokens that end
         a text; without a tokenizer outputs have no text; `limits`: see `ModelRunner`."""
+        if model.training:
+            logger.warning("the model is in training mode; it is switched to evaluation mode")
+            model.eval()
         self.model_config, self.config, self.max_model_len = model.config, config, max_model_len
         self.runner = ModelRunner(model, cache, limits=limits)
         self.scheduler = Scheduler(scheduler_config(config, cache))

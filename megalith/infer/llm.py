@@ -136,9 +136,14 @@ def pair_prompts(
     """Return (prompt, parameters) of every request.
 
     Raises:
-        ConfigError: there are not as many parameters as prompts.
+        ConfigError: there are not as many parameters as prompts, or one is no `SamplingParams`.
         DataError: a prompt is neither text nor a list of ids; its index is named.
     """
+    if not _is_list(prompts) and not isinstance(prompts, str):
+        raise DataError(
+            f"prompts={prompts!r:.60} is a {type(prompts).__name__}: must be text, a list of token "
+            'ids, or a list of prompts, such as ["text"].'
+        )
     several: list[Prompt]
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         several = [prompts]  # type: ignore[list-item]  # narrowed by the elements
@@ -146,7 +151,7 @@ def pair_prompts(
         several = list(prompts)  # type: ignore[arg-type]
     for index, prompt in enumerate(several):
         if not isinstance(prompt, str) and not (
-            isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+            _is_list(prompt) and all(type(token) is int for token in prompt)
         ):
             raise DataError(
                 f"prompts[{index}]={prompt!r:.60} is a {type(prompt).__name__}: must be text or a "
@@ -154,12 +159,51 @@ def pair_prompts(
             )
     if isinstance(params, SamplingParams):
         return [(prompt, params) for prompt in several]
+    if not _is_list(params):
+        _check_is_params(params, "params")
     if len(params) != len(several):
         raise ConfigError(
             f"params has {len(params)} entries for {len(several)} prompts. Pass one SamplingParams "
             "for all prompts, or one for each."
         )
+    for index, own_params in enumerate(params):
+        _check_is_params(own_params, f"params[{index}]")
     return list(zip(several, params, strict=True))
+
+
+def _is_list(value: object) -> bool:
+    """Return whether a value is a sequence, but no text or bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _check_is_params(value: object, name: str) -> None:
+    """Check the type of sampling parameters.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if not isinstance(value, SamplingParams):
+        raise ConfigError(
+            f"{name}={value!r:.60} is a {type(value).__name__}: must be SamplingParams. Use for "
+            "example SamplingParams(max_new_tokens=64)."
+        )
+
+
+def _warn_if_clamped(
+    engine: InferenceEngine, prompt_ids: Sequence[int], params: SamplingParams, name: str
+) -> None:
+    """Warn if the context length does not suffice for `max_new_tokens`."""
+    limit = engine.max_model_len - len(prompt_ids)
+    if params.max_new_tokens is not None and params.max_new_tokens > limit:
+        logger.warning(
+            "%s: max_new_tokens=%d is reduced to %d, because the context is %d tokens including "
+            "the prompt of %d. Use a shorter prompt or fewer new tokens.",
+            name,
+            params.max_new_tokens,
+            limit,
+            engine.max_model_len,
+            len(prompt_ids),
+        )
 
 
 def _add_request(
@@ -175,6 +219,7 @@ def _add_request(
         output = engine.output_of(engine.add_request(ids, params))
     except UserError as error:
         raise type(error)(f"prompts[{index}]: {error}") from error
+    _warn_if_clamped(engine, ids, params, f"prompts[{index}]")
     output.prompt = prompt if isinstance(prompt, str) else None
     return output
 
@@ -307,6 +352,7 @@ class AsyncLLM:
             except Exception as error:  # raised in the task that sent the request
                 _call_soon(loop, partial(_set_exception, added, error))
                 return
+            _warn_if_clamped(self.engine, ids, params, f"request {number}")
             output = self.engine.output_of(number)
             output.prompt = prompt if isinstance(prompt, str) else None
             self._streams[number] = stream

@@ -257,7 +257,7 @@ def build_engine(
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
-            model.eval(),
+            model,
             cache,
             config,
             max_model_len=size.max_model_len,

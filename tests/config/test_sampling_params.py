@@ -141,6 +141,14 @@ def test_every_field_rejects_another_type() -> None:
             {"stop": ("a", "b" * 257)},
             f"stop[1]={'b' * 57}... has 257 characters, but the limit is 256. Use a shorter text.",
         ),
+        *(
+            (
+                {name: ("\U0001f600", "a\udc80b", "\ud83d")},
+                f"{name}[1] has the unpaired surrogate U+DC80, which is no character, so no output "
+                "contains it. Remove it.",
+            )
+            for name in ("stop", "bad_words")
+        ),
         (
             {"bad_words": ("a",) * 1025},
             "bad_words has 1025 texts, but the limit is 1024. Pass 1024 or less.",

@@ -132,6 +132,6 @@ class SequenceCache:
         tables = [
             list(range(group * size, (group + 1) * size))[::-1] for group in range(len(groups))
         ]
-        row = PlannedRow(0, start, count, samples=True, block_tables=tables, table_version=start)
+        row = PlannedRow(0, start, count, samples=True, block_tables=tables)
         blocks = StepBlocks([row], groups, self._cache.block_size, torch.device("cpu"))
         return self._cache.layers(blocks)

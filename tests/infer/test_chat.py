@@ -10,11 +10,11 @@ from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.hf.convert import find_turn_end
 from megalith.hf.peft import AdaptedWeights
 from megalith.hf.pretrained import Pretrained
-from megalith.infer.chat import Chat, select_template
+from megalith.infer.chat import Chat, select_template, with_turn_end
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import TokenOutput
@@ -35,6 +35,15 @@ def test_turn_ends_at_a_token_or_at_its_text() -> None:
         frozenset(),
         "<|im_end|>",
     )
+
+
+def test_too_many_stop_strings_with_a_turn_end_are_rejected() -> None:
+    chatml, tokenizer = ChatTemplate("t", BUILT_IN["chatml"], {}), ByteTokenizer()
+    stops = tuple(f"stop {index}" for index in range(16))
+    params = with_turn_end(replace(GREEDY, stop=stops[:15]), chatml, tokenizer)
+    assert params.stop == (*stops[:15], "<|im_end|>")
+    with pytest.raises(ConfigError, match="stop has 16 texts, and the chat template adds one"):
+        with_turn_end(replace(GREEDY, stop=stops), chatml, tokenizer)
 
 
 def new_chat(model: Decoder, template: str = "chatml", system: str | None = None) -> Chat:

@@ -20,10 +20,12 @@ from megalith.config.moe import CapacityConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError, DataError
 from megalith.infer.batch_invariance import check_batch_invariance, logprob_values
+from megalith.infer.cache import plan_cache
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import RequestOutput
 from megalith.kernels import cpu_threads
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.plan.serving.cache_layout import count_required_blocks
 from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import layout_case
 from tests.infer.engines import GREEDY, SAMPLED, build, check_logprobs, run
@@ -133,15 +135,9 @@ def test_log_probs_are_those_of_one_forward_pass_in_any_batch(
 
 def blocks_for_one(model: Any, settings: dict[str, Any], factor: float) -> int:
     """Blocks for `factor` sequences of 64 tokens."""
-    from megalith.config.serve import CacheConfig, EngineConfig
-    from megalith.infer.cache import blocks_per_sequence, plan_cache
-
-    config = EngineConfig(
-        cache=CacheConfig(block_size=settings["block_size"]),
-        max_num_batched_tokens=settings["max_num_batched_tokens"],
-    )
-    layout = plan_cache(model.config, tp=1, element_size=8).layout
-    return int(blocks_per_sequence(layout, 64, config) * factor)
+    groups = plan_cache(model.config, tp=1, element_size=8).layout.groups
+    chunk = settings["max_num_batched_tokens"]
+    return int(count_required_blocks(groups, settings["block_size"], 64, chunk=chunk) * factor)
 
 
 LONG = RopeConfig(
@@ -415,6 +411,17 @@ def test_batch_invariant_log_probs_have_the_same_bits_in_any_batch(
         preempted += sum(output.num_preemptions for output in outputs)
         cached += sum(output.num_cached_tokens for output in outputs)
     assert preempted > 0 and cached > 0
+
+
+def test_model_in_training_mode_is_switched_to_evaluation_with_a_warning(
+    tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.model(tiny.config()).train()
+    build(model)
+    assert not model.training and "the model is in training mode; it is switched" in caplog.text
+    caplog.clear()
+    build(model)
+    assert caplog.text == ""
 
 
 def test_batch_invariance_is_checked_at_the_start(tiny: SimpleNamespace) -> None:

@@ -60,6 +60,14 @@ def test_requests_without_a_seed_have_seeds_of_their_own(generator: TextGenerato
         (["a", 5.5], SAMPLED, DataError, r"prompts\[1\]=5.5 is a float: must be text or a list of"),
         (["a", [1, "b"]], SAMPLED, DataError, r"prompts\[1\]=\[1, 'b'\] is a list"),
         (["a", [True]], SAMPLED, DataError, r"prompts\[1\]=\[True\] is a list"),
+        (["a", b"b"], SAMPLED, DataError, r"prompts\[1\]=b'b' is a bytes"),
+        (["a", None], SAMPLED, DataError, r"prompts\[1\]=None is a NoneType"),
+        (None, SAMPLED, DataError, "prompts=None is a NoneType: must be text, a list of token ids"),
+        (b"abc", SAMPLED, DataError, "prompts=b'abc' is a bytes: must be text"),
+        (5, SAMPLED, DataError, "prompts=5 is a int: must be text"),
+        (["a"], None, ConfigError, "params=None is a NoneType: must be SamplingParams. Use for"),
+        (["a"], {"n": 1}, ConfigError, "params={'n': 1} is a dict: must be SamplingParams"),
+        (["a", "b"], [SAMPLED, 5], ConfigError, r"params\[1\]=5 is a int: must be SamplingParams"),
         (["a", [257]], SAMPLED, DataError, r"prompts\[1\]: the prompt has token 257"),
         (["a", "b"], [SAMPLED], ConfigError, "params has 1 entries for 2 prompts. Pass one"),
         (["a"], replace(SAMPLED, n=0), ConfigError, r"prompts\[0\]: n=0 must be at least 1"),
@@ -73,6 +81,32 @@ def test_invalid_requests_are_rejected_and_leave_nothing_behind(
         llm.generate(prompts, params)
     assert not llm.engine.has_unfinished
     assert llm.engine.scheduler.make_stats().num_used_blocks == 0
+
+
+def test_reduced_number_of_new_tokens_is_reported_once_per_request(
+    generator: TextGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(generator)
+    context = llm.engine.max_model_len
+    fits, long = (replace(SAMPLED, max_new_tokens=count) for count in (context - 3, context - 2))
+    caplog.clear()
+    outputs = llm.generate(["abc", "xyz"], [fits, long])
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage() == (
+        f"prompts[1]: max_new_tokens={context - 2} is reduced to {context - 3}, because the "
+        f"context is {context} tokens including the prompt of 3. Use a shorter prompt or fewer new "
+        "tokens."
+    )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [context - 3] * 2
+
+    async def main() -> None:
+        async with AsyncLLM(generator) as engine:
+            caplog.clear()
+            await engine.generate("xyz", long)
+
+    asyncio.run(main())
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().startswith(f"request 0: max_new_tokens={context - 2} is reduced")
 
 
 def test_streams_of_several_tasks_are_those_of_requests_alone(generator: TextGenerator) -> None:

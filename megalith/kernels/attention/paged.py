@@ -309,20 +309,6 @@ def _gathered(
     return attend(q, k, values, seq_params, scores, sinks)
 
 
-def gather_and_attend(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: PagedMetadata,
-    scores: Scores = PLAIN,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Gather the visible keys and values, and call `dispatch.attention`; arguments and result as
-    those of `paged_attention`."""
-    paged = _PagedKeys((q,), (key_cache,), value_cache)
-    return _gathered(paged, metadata, scores, sinks, attention)
-
-
 # --- torch
 
 

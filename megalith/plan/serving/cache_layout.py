@@ -1,7 +1,11 @@
 """KV cache groups: attentions with equal views share block tables; one pool serves all groups."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+UNLIMITED = sys.maxsize
+"""Length of a sequence that no pool limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +87,53 @@ def plan_cache_layout(views: Sequence[AttentionView]) -> CacheLayout:
         slots.append((group, slot))
         next_slot[view] = (group, slot + 1)
     return CacheLayout(tuple(groups), tuple(slots), num_slots)
+
+
+def count_required_blocks(
+    groups: Sequence[AttentionView], block_size: int, num_tokens: int, *, chunk: int
+) -> int:
+    """Return the largest number of blocks that a sequence of `num_tokens` tokens holds at a time,
+    if it is processed in chunks of at most `chunk` tokens.
+
+    >>> count_required_blocks([AttentionView(), AttentionView(4)], 2, 100, chunk=1)
+    53
+    """
+    num_blocks = -(-num_tokens // block_size)
+    total = 0
+    for view in groups:
+        if view.window is None:
+            total += num_blocks
+            continue
+        num_needed = view.window - 1 + chunk
+        is_aligned = view.chunked and view.window % block_size == 0
+        # without alignment, the first and the last block may each contain one needed token
+        offset = 0 if is_aligned else block_size - 1
+        total += min(num_blocks, -(-(num_needed + offset) // block_size))
+    return total
+
+
+def find_longest_sequence(
+    groups: Sequence[AttentionView],
+    block_size: int,
+    *,
+    num_blocks: int,
+    chunk: int,
+    longest: int = UNLIMITED,
+) -> int:
+    """Return how many tokens of one sequence, at most `longest`, fit into a pool of `num_blocks`
+    blocks.
+
+    >>> groups = [AttentionView(), AttentionView(4)]
+    >>> find_longest_sequence(groups, 2, num_blocks=53, chunk=1)
+    100
+    >>> find_longest_sequence(groups[1:], 2, num_blocks=3, chunk=1) == UNLIMITED
+    True
+    """
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count_required_blocks(groups, block_size, middle, chunk=chunk) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,11 +1,15 @@
 """KV cache manager: the blocks of each sequence, from prefix hit to release."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megalith.plan.serving.block_allocator import BlockAllocator
-from megalith.plan.serving.cache_layout import AttentionView
+from megalith.plan.serving.cache_layout import (
+    UNLIMITED,
+    AttentionView,
+    count_required_blocks,
+    find_longest_sequence,
+)
 from megalith.plan.serving.prefix_cache import (
     NO_BLOCK,
     PrefixCache,
@@ -14,8 +18,6 @@ from megalith.plan.serving.prefix_cache import (
     extend_block_hashes,
 )
 from megalith.plan.serving.sequence_state import SequenceState
-
-UNLIMITED = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,7 @@ class KVCacheManager:
             for view in dict.fromkeys(groups)
             if view.window is not None
         ]
-        self._num_full_groups = sum(view.window is None for view in groups)
         self._pending: list[PendingCopy] = []
-        self._version = 0
 
     @property
     def pending_copies(self) -> tuple[BlockCopy, ...]:
@@ -74,29 +74,13 @@ class KVCacheManager:
     def count_required_blocks(self, num_tokens: int, chunk: int) -> int:
         """Return the largest number of blocks that a sequence of `num_tokens` tokens holds at a
         time, if it is processed in chunks of at most `chunk` tokens."""
-        num_blocks = -(-num_tokens // self.block_size)
-        total = self._num_full_groups * num_blocks
-        for view, groups in self._windowed:
-            assert view.window is not None  # windowed views only
-            num_needed = view.window - 1 + chunk
-            is_aligned = view.chunked and view.window % self.block_size == 0
-            # without alignment, the first and the last block may each contain one needed token
-            offset = 0 if is_aligned else self.block_size - 1
-            total += len(groups) * min(num_blocks, -(-(num_needed + offset) // self.block_size))
-        return total
+        return count_required_blocks(self._groups, self.block_size, num_tokens, chunk=chunk)
 
-    def find_longest_sequence(self) -> int | None:
-        """Return how many tokens of one sequence fit into an empty pool; None: any number."""
-        if self.count_required_blocks(UNLIMITED, 1) <= self._num_blocks:
-            return None
-        low, high = 0, self._num_blocks * self.block_size
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.count_required_blocks(middle, 1) <= self._num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def find_longest_sequence(self) -> int:
+        """Return how many tokens of one sequence fit into an empty pool."""
+        return find_longest_sequence(
+            self._groups, self.block_size, num_blocks=self.allocator.num_blocks, chunk=1
+        )
 
     def initialize(self, state: SequenceState) -> None:
         """Set the fields of a sequence that holds no blocks."""
@@ -107,7 +91,6 @@ class KVCacheManager:
         state.num_registered_blocks = 0
         state.registers_blocks = self._prefix_caching and not state.one_token_after_prompt
         state.num_freed_blocks = [0] * len(self._windowed)
-        self._mark_changed(state)
 
     def count_held_blocks(self, state: SequenceState) -> int:
         """Return the number of blocks that a sequence references, shared ones included."""
@@ -149,7 +132,6 @@ class KVCacheManager:
         state.num_freed_blocks = [
             view.first_needed(num_tokens) // self.block_size for view, _ in self._windowed
         ]
-        self._mark_changed(state)
 
     def count_fitting_tokens(self, state: SequenceState) -> int:
         """Return how many more tokens of a sequence the available blocks can store."""
@@ -175,7 +157,6 @@ class KVCacheManager:
         for group, table in enumerate(state.block_tables):
             table.extend(blocks[group::num_groups])
         state.capacity += num_new_blocks * self.block_size
-        self._mark_changed(state)
 
     def share(self, parent: SequenceState, child: SequenceState) -> None:
         """Let a new sequence reference the blocks of all computed tokens of `parent`."""
@@ -196,7 +177,6 @@ class KVCacheManager:
         child.registers_blocks = child.registers_blocks and parent.registers_blocks
         child.num_registered_blocks = parent.num_registered_blocks
         child.num_freed_blocks = list(parent.num_freed_blocks)
-        self._mark_changed(child)
 
     def release(self, state: SequenceState) -> None:
         """Release all blocks of a sequence; registered ones stay cached.
@@ -238,7 +218,6 @@ class KVCacheManager:
             pending.table[pending.index] = copy.source
             self.allocator.release(copy.destination)
             state.shares_last_block = True
-            self._mark_changed(state)
         self._pending.clear()
 
     def reset_prefix_cache(self, running: Iterable[SequenceState]) -> None:
@@ -265,14 +244,6 @@ class KVCacheManager:
         self.allocator.check(references)
         self.prefix_cache.check()
 
-    @property
-    def _num_blocks(self) -> int:
-        return self.allocator.num_blocks
-
-    def _mark_changed(self, state: SequenceState) -> None:
-        self._version += 1
-        state.table_version = self._version
-
     def _extend_hashes(self, state: SequenceState) -> None:
         root = compute_root_digest(state.salt, long_rope=state.uses_long_rope)
         extend_block_hashes(state.block_hashes, state.token_ids, self.block_size, root)
@@ -297,7 +268,6 @@ class KVCacheManager:
             copy = BlockCopy(table[index], self.allocator.allocate(1)[0])
             table[index] = copy.destination
             self._pending.append(PendingCopy(state, table, index, copy))
-            self._mark_changed(state)
         state.shares_last_block = False
 
     def _register_blocks(self, state: SequenceState) -> None:
@@ -324,7 +294,6 @@ class KVCacheManager:
             self.allocator.share(registered)
             self.allocator.release(block)
             table[index] = registered
-            self._mark_changed(state)
         return True
 
     def _free_blocks(self, state: SequenceState, groups: list[int], indices: range) -> None:
@@ -333,4 +302,3 @@ class KVCacheManager:
             for index in indices:
                 self.allocator.release(table[index])
                 table[index] = NO_BLOCK
-        self._mark_changed(state)

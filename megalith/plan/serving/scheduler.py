@@ -93,10 +93,6 @@ class PlannedRow:
     """Blocks of each KV cache group, for at least start + count tokens, -1 for freed ones. The
     lists of the scheduler: read-only, and valid until `complete` or `discard`."""
 
-    table_version: int
-    """Tables with the same version have the same content; a version never occurs again, also not
-    for another sequence. A runner reads the tables of a row only if it changed."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -256,15 +252,8 @@ class Scheduler:
             self.cache.release(state)
 
     def finish(self, seq_id: int) -> None:
-        """Remove a sequence that generated its last token; its full blocks stay cached.
-
-        Raises:
-            KeyError: no sequence has this id.
-        """
-        self._remove(seq_id)
-
-    def abort(self, seq_id: int) -> None:
-        """Remove a sequence in any state, also between `schedule` and `complete`.
+        """Remove a sequence that generated its last token or is aborted, in any state, also between
+        `schedule` and `complete`; its full blocks stay cached.
 
         Raises:
             KeyError: no sequence has this id.
@@ -315,10 +304,6 @@ class Scheduler:
         """
         self.cache.reset_prefix_cache(self._running)
 
-    def has_unfinished(self) -> bool:
-        """Return whether any sequence runs or waits."""
-        return bool(self._states)
-
     def make_stats(self) -> SchedulerStats:
         """Return the present load and the counters."""
         prefix_cache = self.cache.prefix_cache
@@ -360,7 +345,7 @@ class Scheduler:
         num_required = self.cache.count_required_blocks(num_stored, 1)
         if num_required <= self.config.num_blocks:
             return
-        num_fitting = (self.cache.find_longest_sequence() or 0) + 1
+        num_fitting = self.cache.find_longest_sequence() + 1
         raise DataError(
             f"request {state.seq_id}: {max_total_tokens} tokens (prompt of "
             f"{state.num_prompt_tokens} and output) require {num_required} KV cache blocks of "
@@ -472,9 +457,7 @@ class Scheduler:
     def _add_row(self, state: SequenceState, count: int) -> None:
         start = state.num_computed_tokens
         samples = start + count == len(state.token_ids)
-        row = PlannedRow(
-            state.seq_id, start, count, samples, state.block_tables, state.table_version
-        )
+        row = PlannedRow(state.seq_id, start, count, samples, state.block_tables)
         rows = self._decodes if samples and count == 1 else self._prefills
         rows.append((state, row))
 

@@ -45,9 +45,6 @@ class SequenceState:
     block_tables: list[list[int]] = field(default_factory=list, init=False)
     """Blocks of each KV cache group; -1 for blocks freed because no later query attends to them."""
 
-    table_version: int = field(default=0, init=False)
-    """Changes whenever an entry of `block_tables` changes; unique over all sequences."""
-
     order: tuple[int, int, int] = field(default=(0, 0, 0), init=False)
     """(priority, arrival, number of the choice): the order of service."""
 

@@ -159,9 +159,7 @@ class ShortLastChunk(Scheduler):
         state_rows = self._prefills
         if state_rows and state_rows[-1][0] is state and state_rows[-1][1].samples:
             row = state_rows[-1][1]
-            changed = type(row)(
-                row.seq_id, row.start, count - 1, True, row.block_tables, row.table_version
-            )
+            changed = type(row)(row.seq_id, row.start, count - 1, True, row.block_tables)
             state_rows[-1] = (state, changed)
 
 
@@ -193,7 +191,7 @@ def test_fault_12_copy_on_write_missing(monkeypatch: pytest.MonkeyPatch) -> None
 class AbortKeepsBlocks(Scheduler):
     """Removes an aborted sequence from the queues only."""
 
-    def abort(self, seq_id: int) -> None:
+    def finish(self, seq_id: int) -> None:
         state = self._states.pop(seq_id)
         (self._running if state.is_running else self._waiting).remove(state)
         state.is_running = False

@@ -452,10 +452,10 @@ def test_empty_and_too_long_prompts_and_used_ids_are_rejected() -> None:
     add(scheduler, 0, range(9), 9)
     with pytest.raises(ValueError, match="request id 0 is in use"):
         add(scheduler, 0, range(9), 9)
-    scheduler.abort(0)
+    scheduler.finish(0)
     with pytest.raises(KeyError):
-        scheduler.abort(0)
-    assert not scheduler.has_unfinished()
+        scheduler.finish(0)
+    assert scheduler.make_stats().num_waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -481,12 +481,12 @@ def test_abort_frees_the_blocks_of_waiting_running_and_planned_sequences() -> No
     for seq_id in range(3):
         add(scheduler, seq_id, range(9))
     step(scheduler)
-    scheduler.abort(2)
-    scheduler.abort(1)
+    scheduler.finish(2)
+    scheduler.finish(1)
     plan = scheduler.schedule()
     row: PlannedRow = plan.rows[0]
     tables = [list(table) for table in row.block_tables]
-    scheduler.abort(0)
+    scheduler.finish(0)
     assert row.block_tables == tables  # the plan stays readable
     scheduler.complete(plan)
     scheduler.check()
