@@ -18,6 +18,7 @@ from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
+from megalith.config.serve import Quantization
 from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
@@ -78,6 +79,10 @@ class ChatOptions:
     kernels: Kernel = "auto"
     """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
     plain definitions."""
+
+    quantization: Quantization = "none"
+    """Format of the weights. int8: one scale per output channel, a quarter of fp32's memory, faster
+    on CPUs."""
 
     mlp_chunks: int = 1
     """Number of chunks into which the MLP splits the tokens of a prompt: less memory for long
@@ -225,6 +230,7 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
+        quantization=options.quantization,
     )
     return Chat(generator, template, settings(options), options.system)
 

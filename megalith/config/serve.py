@@ -5,6 +5,10 @@ from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le
 
+Quantization = Literal["none", "int8"]
+"""Format of the weights of matmuls during inference. none: the dtype of the model; int8: one scale
+per output channel, activations keep their dtype."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -49,6 +53,10 @@ class EngineConfig:
 
     batch_invariant: bool = False
     """Whether results are bitwise independent of the other requests in the batch."""
+
+    quantization: Quantization = "none"
+    """Format in which the weights of matmuls are loaded. int8: a quarter of fp32's memory;
+    embedding tables, routers and norms keep their dtype."""
 
     seed: int = 1234
     """Seed from which the seeds of requests without one are derived."""

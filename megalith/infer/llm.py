@@ -17,7 +17,7 @@ import torch
 
 from megalith.config.generation import SamplingParams
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, Quantization
 from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
 from megalith.errors import ConfigError, DataError, UserError
@@ -42,10 +42,12 @@ def load_generator(
     dtype: torch.dtype | None = None,
     kernels: KernelSetting = "auto",
     base: str | None = None,
+    quantization: Quantization = "none",
 ) -> TextGenerator:
     """Load a run, a checkpoint or a Hugging Face folder for generation in this process.
 
-    `dtype`: default bf16 on a GPU, fp32 on a CPU; `base`: base model of adapters.
+    `dtype`: default bf16 on a GPU, fp32 on a CPU; `base`: base model of adapters; `quantization`:
+    format of the weights of matmuls.
 
     Raises:
         CheckpointError, ConfigError, DataError: the source cannot be read or cannot generate text.
@@ -55,7 +57,14 @@ def load_generator(
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     opened = open_source(str(source), 1, base=base)
-    return load_text_generator(opened, build_single_rank_mesh(), device, dtype, kernels=kernels)
+    return load_text_generator(
+        opened,
+        build_single_rank_mesh(),
+        device,
+        dtype,
+        kernels=kernels,
+        quantization=quantization,
+    )
 
 
 class LLM:
@@ -76,7 +85,9 @@ class LLM:
         """`model`: a run, a checkpoint, a Hugging Face folder, or a loaded model; `dtype` and
         `kernels`: of a model that is loaded here."""
         if not isinstance(model, TextGenerator):
-            model = load_generator(model, dtype=dtype, kernels=kernels)
+            model = load_generator(
+                model, dtype=dtype, kernels=kernels, quantization=config.quantization
+            )
         self.generator = model
         self.engine = build_engine(model, config, callbacks=callbacks)
 

@@ -20,7 +20,7 @@ from megalith.config.kernels import (
 )
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, Quantization
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
@@ -35,14 +35,22 @@ from megalith.hf.release import release_run
 from megalith.infer.batch_invariance import check_batch_invariance
 from megalith.infer.cache import PagedKVCache, plan_cache, plan_pool
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.quantize import (
+    build_int8_grouped_matmul_ops,
+    build_int8_matmul_ops,
+    check_int8_supported,
+    iter_quantized_weights,
+    load_int8_weights,
+    set_int8_dtype,
+)
 from megalith.kernels.backend import select_backends, unavailable_backends
 from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
-from megalith.nn.build import build_context
+from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_ops
 from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.observe.limits import free_memory
-from megalith.parallel.group import Group, gather_objects
+from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.grid import divisors
 from megalith.plan.kernels import find_backend_spec, why_not
@@ -71,6 +79,8 @@ class TextGenerator:
 
     source: Pretrained | None = None
     """What it was loaded from."""
+
+    quantization: Quantization = "none"
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
@@ -152,15 +162,17 @@ def load_text_generator(
     *,
     kernels: KernelSetting = "auto",
     mlp_chunks: int = 1,
+    quantization: Quantization = "none",
 ) -> TextGenerator:
     """Build and load this rank's shard of the model. Collective over the mesh.
 
-    `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts.
+    `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `quantization`: format
+    of the weights of matmuls.
 
     Raises:
         CheckpointError: its weights are damaged.
-        ConfigError: mlp_chunks is set, and no MLP supports it; or a backend that is set by name
-            cannot be used.
+        ConfigError: mlp_chunks is set, and no MLP supports it; a backend that is set by name cannot
+            be used; or the device or the kernels do not support the quantization.
         DataError: its tokenizer no longer exists, or has more tokens than the model.
     """
     backends = expand_kernel_setting(kernels)
@@ -169,6 +181,9 @@ def load_text_generator(
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
+    quantizes = quantization == "int8"
+    if quantizes:
+        check_int8_supported(device, backends)
     # MTP layers are used in training only.
     context = build_context(
         replace(source.model, mtp=MTPConfig()),
@@ -176,8 +191,14 @@ def load_text_generator(
         dtype=dtype,
         backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
+        build_matmul_ops=build_int8_matmul_ops if quantizes else plain_matmul_ops,
+        build_grouped_matmul_ops=(
+            build_int8_grouped_matmul_ops if quantizes else fastest_matmul_ops
+        ),
     )
     model = Decoder(context)
+    quantized_weights = list(iter_quantized_weights(model))
+    set_int8_dtype(quantized_weights)
     has_mlps = any(isinstance(module, ChunkedPrefillMLP) for module in model.modules())
     if mlp_chunks > 1 and not has_mlps:
         raise ConfigError(
@@ -185,17 +206,18 @@ def load_text_generator(
             f"{source.path} has one. Remove --mlp-chunks, or set it to 1."
         )
     allocate(model, device)
+    quantized_names = {shard.name for quantized in quantized_weights for shard in quantized.shards}
     entries = [
         CheckpointEntry(spec.shard, "param", getattr(module, name))
         for spec, module, name in iter_parameter_specs(model)
+        if spec.shard.name not in quantized_names
     ]
-    load_weights(
-        source,
-        entries,
-        mesh.world,
-        rules=CheckpointConfig(skip=MTP_PARAMETERS if source.model.mtp.num_layers else ()),
+    skipped = (*sorted(quantized_names), *(MTP_PARAMETERS if source.model.mtp.num_layers else ()))
+    load_weights(source, entries, mesh.world, rules=CheckpointConfig(skip=skipped))
+    raise_on_all_ranks(lambda: load_int8_weights(quantized_weights, source.weights), mesh.world)
+    return TextGenerator(
+        model.eval(), tokenizer, stop_ids(source, tokenizer), kernels, source, quantization
     )
-    return TextGenerator(model.eval(), tokenizer, stop_ids(source, tokenizer), kernels, source)
 
 
 def kernel_problems(
@@ -234,6 +256,11 @@ def build_engine(
         ConfigError: settings are invalid, or the memory does not suffice for the KV cache.
     """
     raise_all(range_problems(config))
+    if config.quantization not in ("none", generator.quantization):
+        raise ConfigError(
+            f"engine.quantization={config.quantization}: the model was loaded with quantization="
+            f"{generator.quantization}. Load it with quantization={config.quantization}."
+        )
     model = generator.model
     group, device = model.tp_comm.group, next(model.parameters()).device
     plan = plan_cache(model.config, tp=group.size, element_size=model.dtype.itemsize)

@@ -303,11 +303,14 @@ class SmallBatchKernel(Protocol):
         """Return whether it supports `x @ w.T` with at most `rows` rows per weight matrix and is
         faster."""
 
-    def linear(self, x: Tensor, w: Tensor) -> Tensor:
-        """x [t, i], w [o, i] -> y [t, o]."""
+    def linear(self, x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+        """x [t, i], w [o, i] -> y [t, o]; int8 weights have the scale of each output."""
 
-    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
-        """x [r, i], sorted by expert, w [e o, i], rows of each expert [e] -> y [r, o]."""
+    def grouped_linear(
+        self, x: Tensor, w: Tensor, counts: Sequence[int], scales: Tensor | None = None
+    ) -> Tensor:
+        """x [r, i], sorted by expert, w [e o, i], rows of each expert [e] -> y [r, o]; int8 weights
+        have the scale of each output [e o]."""
 
 
 class _SmallBatchSelection(threading.local):
@@ -335,7 +338,7 @@ def find_small_batch_kernel(x: Tensor, w: Tensor, rows: int) -> SmallBatchKernel
     """Return the small-batch kernel of this thread if it should compute `x @ w.T` with at most
     `rows` rows per weight matrix."""
     kernel = _small_batch.kernel
-    if kernel is None or not runs_inference() or x.dtype != w.dtype:
+    if kernel is None or not runs_inference() or w.dtype not in (x.dtype, torch.int8):
         return None
     return kernel if kernel.should_use(x, w, rows) else None
 

@@ -59,13 +59,15 @@ class LimitedSmallBatchKernel:
         and supported."""
         return rows <= self._largest.get(w.dtype, 0) and can_use(x, w)
 
-    def linear(self, x: Tensor, w: Tensor) -> Tensor:
-        """`small_batch_linear` of weights in the dtype of x."""
-        return small_batch_linear(x, w)
+    def linear(self, x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Return `small_batch_linear`."""
+        return small_batch_linear(x, w, scales)
 
-    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
-        """`small_batch_grouped_linear` of weights in the dtype of x."""
-        return small_batch_grouped_linear(x, w, counts)
+    def grouped_linear(
+        self, x: Tensor, w: Tensor, counts: Sequence[int], scales: Tensor | None = None
+    ) -> Tensor:
+        """Return `small_batch_grouped_linear`."""
+        return small_batch_grouped_linear(x, w, counts, scales)
 
 
 @contextmanager

@@ -312,6 +312,7 @@ def load_engine(
         worker.device,
         getattr(torch, name),
         kernels=run.kernels,
+        quantization=run.engine.quantization,
     )
     for warning in source.warnings():
         _logger.warning("%s: %s", source.path, warning)
