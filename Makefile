@@ -56,6 +56,7 @@ test-all: $(DEV)
 	@$(PY) tools/ci_report.py coverage $(COVERAGE_REPORT)
 
 browser: $(DEV)
+	@$(PY) -c "import playwright" 2>/dev/null || $(PIP_INSTALL) --editable '.[browser]'
 	$(PY) -m pytest -m browser tests/browser
 
 lint: lint-ruff lint-format lint-types lint-rules lint-links lint-map

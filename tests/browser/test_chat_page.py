@@ -13,7 +13,7 @@ import pytest
 from tests.serve.servers import CONFIG, Server, make_run, running_server
 
 playwright_api = pytest.importorskip(
-    "playwright.sync_api", reason='playwright is not installed: pip install "megalith[dev]"'
+    "playwright.sync_api", reason='playwright is not installed: pip install "megalith[browser]"'
 )
 expect = playwright_api.expect
 expect.set_options(timeout=60_000)
