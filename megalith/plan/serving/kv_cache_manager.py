@@ -158,6 +158,18 @@ class KVCacheManager:
             table.extend(blocks[group::num_groups])
         state.capacity += num_new_blocks * self.block_size
 
+    def trim(self, state: SequenceState, num_tokens: int) -> None:
+        """Release the blocks after those of the first `num_tokens` tokens."""
+        num_blocks = -(-num_tokens // self.block_size)
+        if not self._groups or state.capacity <= num_blocks * self.block_size:
+            return
+        for table in state.block_tables:
+            for block in reversed(table[num_blocks:]):
+                self.allocator.release(block)
+            del table[num_blocks:]
+        state.capacity = num_blocks * self.block_size
+        self._mark_changed(state)
+
     def share(self, parent: SequenceState, child: SequenceState) -> None:
         """Let a new sequence reference the blocks of all computed tokens of `parent`."""
         num_tokens = parent.num_computed_tokens

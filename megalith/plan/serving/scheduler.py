@@ -4,11 +4,14 @@ Continuous batching, decode-first: a step contains the next token of every decod
 the rest of the token budget goes to prefills in the order of service, (priority, arrival). When
 blocks run out, the youngest sequence of the lowest priority is preempted: its blocks are released,
 and its tokens, generated ones included, are prefilled again later. The first sequence in the order
-of service is never preempted, and every step processes a token of it.
+of service is never preempted, and every step processes a token of it. Draft tokens of speculative
+decoding get the budget and the blocks that are left, so they change no other row of the plan.
 """
 
 from bisect import insort
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from megalith.errors import DataError, PlanError
@@ -26,6 +29,8 @@ __all__ = [
     "SequenceState",
     "StepPlan",
 ]
+
+NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class PlannedRow:
     """Position of the first token; tokens start .. start + count - 1 are processed."""
 
     count: int
+    """Number of tokens, drafts included."""
+
     samples: bool
     """Whether the last token is the last known one, so that the next token is sampled."""
 
@@ -93,13 +100,18 @@ class PlannedRow:
     """Blocks of each KV cache group, for at least start + count tokens, -1 for freed ones. The
     lists of the scheduler: read-only, and valid until `complete` or `discard`."""
 
+    draft_ids: tuple[int, ...] = ()
+    """Draft tokens that a decode row processes after its last known token. A token is sampled at
+    each position, and a draft is accepted if it equals the token sampled before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one forward pass computes. `copies` are executed before it, in any order."""
 
     rows: tuple[PlannedRow, ...]
-    """Decode rows (one token, samples) first, then prefills; each in the order of service."""
+    """Decode rows (one token and drafts, samples) first, then prefills; each in the order of
+    service."""
 
     copies: tuple[BlockCopy, ...]
     preempted: tuple[int, ...]
@@ -128,12 +140,22 @@ class SchedulerStats:
     prefix_hit_tokens: int
     """Tokens of them that were not computed."""
 
+    num_drafts: int = 0
+    """Rows with draft tokens."""
+
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    """Draft tokens by their position among the drafts of the row."""
+
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """Accepted draft tokens by position."""
+
 
 class Scheduler:
     """Queue of sequences, and the blocks and rows of those that run.
 
     A step is `schedule`, a forward pass, and `complete` or `discard`; then `append_token` for each
-    sampled token, `finish` or `fork`. `abort` may be called at any time.
+    accepted draft and for the token sampled after them, `finish` or `fork`. `abort` may be called
+    at any time.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -150,6 +172,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_forks = 0
         self._num_preemptions = 0
+        self._num_drafts = 0
+        self._num_drafted: list[int] = []  # by position among the drafts of a row
+        self._num_accepted: list[int] = []
         self._plan: StepPlan | None = None
         self._planned: list[SequenceState] = []  # states of the rows of _plan
         self._decodes: list[tuple[SequenceState, PlannedRow]] = []
@@ -185,11 +210,17 @@ class Scheduler:
         self._set_rope_regime(state)
         self._enqueue(state)
 
-    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan:
+    def schedule(
+        self,
+        *,
+        max_prefill_tokens: int | None = None,
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+    ) -> StepPlan:
         """Plan the next step. The plan has no rows if no sequence has a token to process.
 
         `max_prefill_tokens`: a smaller limit of the prefill tokens, at least 1, for example after a
-        forward pass ran out of memory.
+        forward pass ran out of memory; `drafts`: draft tokens by sequence, of which the first ones
+        are planned as far as budget and blocks are left.
 
         Raises:
             RuntimeError: the previous plan was neither completed nor discarded.
@@ -205,6 +236,8 @@ class Scheduler:
         self.cache.prefix_cache.time += 1
 
         self._plan_all()
+        if drafts:
+            self._add_drafts(drafts)
 
         self._preempted.sort(key=_get_order)
         for state in self._preempted:
@@ -222,6 +255,8 @@ class Scheduler:
         """Advance the sequences after the forward pass succeeded: register full blocks in the
         prefix cache and free blocks that no later query attends to.
 
+        Drafts do not advance their sequence here, but in `append_token` if they are accepted.
+
         Raises:
             RuntimeError: `plan` is not the plan of the latest `schedule`.
         """
@@ -229,27 +264,50 @@ class Scheduler:
         self.cache.finish_copies()
         for state, row in zip(self._planned, plan.rows, strict=True):
             if state.is_running:  # not aborted since
-                self.cache.advance(state, row.start + row.count)
+                self.cache.advance(state, row.start + row.count - len(row.draft_ids))
         self._planned = []
 
     def discard(self, plan: StepPlan) -> None:
         """Drop a plan after the forward pass failed: no sequence advances, no block is registered.
 
-        Sequences keep the blocks that were allocated for the plan, and use them in a later step.
+        Sequences keep the blocks that were allocated for the plan, except for drafts, and use them
+        in a later step.
 
         Raises:
             RuntimeError: `plan` is not the plan of the latest `schedule`.
         """
         self._close(plan)
         self.cache.undo_copies()
+        for state, row in zip(self._planned, plan.rows, strict=True):
+            if row.draft_ids and state.is_running:
+                self.cache.trim(state, row.start + 1)
         self._planned = []
 
-    def append_token(self, seq_id: int, token: int) -> None:
-        """Append a sampled token to a sequence."""
+    def append_token(self, seq_id: int, token: int, *, is_cached: bool = False) -> None:
+        """Append a sampled token to a sequence; `is_cached`: it is the next draft of the completed
+        step, so its keys and values are in the cache.
+
+        A token that is not cached is the last one of a step: the blocks of later drafts, which are
+        rejected, are released.
+        """
         state = self._states[seq_id]
         state.token_ids.append(token)
         if not state.uses_long_rope and self._set_rope_regime(state):
             self.cache.release(state)
+        elif is_cached:
+            self.cache.advance(state, state.num_computed_tokens + 1)
+        else:
+            self.cache.trim(state, state.num_computed_tokens)
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a row, of which the first `num_accepted` were accepted."""
+        while len(self._num_drafted) < num_drafts:
+            self._num_drafted.append(0)
+            self._num_accepted.append(0)
+        self._num_drafts += 1
+        for position in range(num_drafts):
+            self._num_drafted[position] += 1
+            self._num_accepted[position] += position < num_accepted
 
     def finish(self, seq_id: int) -> None:
         """Remove a sequence that generated its last token or is aborted, in any state, also between
@@ -315,6 +373,9 @@ class Scheduler:
             num_blocks=self.config.num_blocks,
             prefix_query_tokens=prefix_cache.num_query_tokens,
             prefix_hit_tokens=prefix_cache.num_hit_tokens,
+            num_drafts=self._num_drafts,
+            num_draft_tokens_per_pos=tuple(self._num_drafted),
+            num_accepted_tokens_per_pos=tuple(self._num_accepted),
         )
 
     def check(self) -> None:
@@ -460,6 +521,36 @@ class Scheduler:
         row = PlannedRow(state.seq_id, start, count, samples, state.block_tables)
         rows = self._decodes if samples and count == 1 else self._prefills
         rows.append((state, row))
+
+    def _add_drafts(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Append drafts to the decode rows, in the order of service."""
+        rows = self._decodes + self._prefills
+        budget = self.config.max_num_batched_tokens - sum(row.count for _, row in rows)
+        for index, (state, row) in enumerate(self._decodes):
+            draft_ids = drafts.get(state.seq_id, ())
+            count = min(len(draft_ids), budget, self._find_draft_limit(state))
+            if count <= 0:
+                continue
+            budget -= count
+            self.cache.allocate(state, row.start + 1 + count)
+            row = replace(
+                row,
+                count=1 + count,
+                draft_ids=tuple(draft_ids[:count]),
+                table_version=state.table_version,
+            )
+            self._decodes[index] = (state, row)
+
+    def _find_draft_limit(self, state: SequenceState) -> int:
+        """Return how many drafts a decode row may process: as many as fit into the available
+        blocks, and have the rotary frequencies that they have one by one. After the last prompt
+        token there are none, because choices of the prompt may fork."""
+        if state.one_token_after_prompt or state.num_computed_tokens < state.num_prompt_tokens:
+            return 0
+        limit = self.cache.count_fitting_tokens(state) - 1
+        if state.recompute_length is not None and not state.uses_long_rope:
+            limit = min(limit, state.recompute_length - 1 - len(state.token_ids))
+        return limit
 
     def _find_chunk_limit(self, state: SequenceState, num_computed: int) -> int:
         """Return how many tokens one step may process after `num_computed` tokens."""

@@ -55,12 +55,24 @@ class Request:
 
     def update_values(self) -> None:
         """Compute the values of all tokens: each depends on all tokens before it."""
+        del self.versions[self.num_computed :]  # of rejected drafts
         is_long = self.recompute_length is not None and len(self.token_ids) >= self.recompute_length
         if is_long and not self.is_long:
             self.is_long, self.values, self.num_computed = True, [], 0
         for position in range(len(self.values), len(self.token_ids)):
-            before = self.values[-1] if self.values else hash((self.salt, self.is_long))
-            self.values.append(hash((before, position, self.token_ids[position])))
+            self.values.append(self.hash_token(self.values, position, self.token_ids[position]))
+
+    def hash_token(self, before: list[int], position: int, token: int) -> int:
+        """Return the value of a token after tokens with the values `before`."""
+        last = before[-1] if before else hash((self.salt, self.is_long))
+        return hash((last, position, token))
+
+    def values_with_drafts(self, draft_ids: tuple[int, ...]) -> list[int]:
+        """Return the values of all tokens, and of drafts after them."""
+        values = list(self.values)
+        for position, token in enumerate(draft_ids, len(values)):
+            values.append(self.hash_token(values, position, token))
+        return values
 
 
 class Executor:
@@ -87,16 +99,18 @@ class Executor:
         """Store the values of the row's tokens in every group."""
         end = row.start + row.count
         request.versions[row.start :] = [self.weight_version] * row.count
+        values = request.values_with_drafts(row.draft_ids)
         for table in row.block_tables:
             for position in range(row.start, end):
                 block = table[position // self.config.block_size]
                 require(block >= 0, f"request {row.seq_id} writes to a freed block")
                 slot = position % self.config.block_size
-                self.blocks[block][slot] = (request.values[position], self.weight_version)
+                self.blocks[block][slot] = (values[position], self.weight_version)
 
     def read(self, row: PlannedRow, request: Request) -> None:
         """Check the values that the queries of the row attend to."""
         require(len(row.block_tables) == len(self.config.groups), "a block table is missing")
+        values = request.values_with_drafts(row.draft_ids)
         for view, table in zip(self.config.groups, row.block_tables):
             for query in range(row.start, row.start + row.count):
                 for position in range(query - view.before(query), query + 1):
@@ -104,7 +118,7 @@ class Executor:
                     require(block >= 0, f"query {query} attends to freed token {position}")
                     value = self.blocks[block][position % self.config.block_size]
                     require(
-                        value == (request.values[position], request.versions[position]),
+                        value == (values[position], request.versions[position]),
                         f"request {row.seq_id}, query {query}, {view}: wrong value at "
                         f"position {position} in block {block}",
                     )
@@ -213,7 +227,8 @@ class Workload:
         """Schedule a step and check the plan against the model and the policy."""
         limit = self.random.choice([None] * 9 + [1, 5])
         first = min(self.requests, key=lambda key: self.requests[key].order, default=None)
-        plan = self.scheduler.schedule(max_prefill_tokens=limit)
+        drafts = {seq_id: self.make_drafts(request) for seq_id, request in self.requests.items()}
+        plan = self.scheduler.schedule(max_prefill_tokens=limit, drafts=drafts)
         for seq_id in plan.preempted:
             self.requests[seq_id].is_running = False
             self.requests[seq_id].num_computed = 0
@@ -226,6 +241,12 @@ class Workload:
         for request in self.requests.values():
             request.is_running = request.state.is_running
         return plan
+
+    def make_drafts(self, request: Request) -> list[int]:
+        """Return drafts within the length of a request: often none, sometimes more than fit."""
+        longest = request.max_total_tokens - len(request.token_ids) - 1
+        num_drafts = self.random.choice([0, 0, 1, 2, 5, 30])
+        return [self.random.randrange(3) for _ in range(min(longest, num_drafts))]
 
     def check_admissions(self) -> None:
         """Waiting requests, preempted ones included, are admitted in the order of service."""
@@ -244,7 +265,7 @@ class Workload:
             require(is_last, "a request before another one was preempted")
         require(len(rows) <= self.config.max_num_seqs, "too many rows")
         require(plan.num_tokens <= self.config.max_num_batched_tokens, "too many tokens")
-        kinds = [row.count == 1 and row.samples for row in plan.rows]
+        kinds = [row.count == 1 + len(row.draft_ids) and row.samples for row in plan.rows]
         require(kinds == sorted(kinds, reverse=True), "a decode row follows a prefill")
         for kind in (True, False):
             part = [self.requests[r.seq_id].order for r, k in zip(plan.rows, kinds) if k == kind]
@@ -273,13 +294,21 @@ class Workload:
             self.count("hit")
         else:
             require(row.start == request.num_computed, f"{row} starts at a wrong position")
-        end = row.start + row.count
-        require(row.count >= 1, f"{row} has no tokens")
+        end = row.start + row.count - len(row.draft_ids)
+        require(end > row.start, f"{row} has no tokens")
         require(end <= len(request.token_ids), f"{row} has unknown tokens")
         require(row.samples == (end == len(request.token_ids)), f"{row}.samples is wrong")
         if request.one_token_after_prompt:
             is_prompt = end <= request.num_prompt_tokens
             require(is_prompt or row.count == 1, f"{row} processes several tokens")
+            require(not row.draft_ids, f"{row} has drafts")
+        if row.draft_ids:
+            is_decode = row.samples and end == row.start + 1 > request.num_prompt_tokens
+            require(is_decode, f"the drafts of {row} follow a prefill")
+            length = request.recompute_length
+            is_short = length is None or request.is_long or end + len(row.draft_ids) < length
+            require(is_short, f"a draft of {row} has other rotary frequencies")
+            self.count("drafts", len(row.draft_ids))
         if not request.was_planned and self.config.batching == "continuous":
             num_cached = request.state.num_cached_tokens
             require(num_cached == row.start, f"num_cached_tokens={num_cached} for {row}")
@@ -312,12 +341,25 @@ class Workload:
             if row.seq_id not in self.requests:
                 continue
             request = self.requests[row.seq_id]
-            request.num_computed = row.start + row.count
+            request.num_computed = row.start + row.count - len(row.draft_ids)
             if not row.samples:
                 continue
             if request.num_computed == request.num_prompt_tokens and self.random.random() < 0.3:
                 self.fork(row.seq_id)
+            self.verify(row)
             self.sample(row.seq_id)
+
+    def verify(self, row: PlannedRow) -> None:
+        """Accept some of the drafts of a row; those after them are rejected."""
+        request = self.requests[row.seq_id]
+        num_accepted = self.random.randint(0, len(row.draft_ids))
+        for token in row.draft_ids[:num_accepted]:
+            request.token_ids.append(token)
+            request.num_computed += 1
+            self.scheduler.append_token(row.seq_id, token, is_cached=True)
+            self.check()
+        self.count("accepted", num_accepted)
+        self.count("rejected", len(row.draft_ids) - num_accepted)
 
     def sample(self, seq_id: int) -> None:
         request = self.requests[seq_id]
@@ -328,6 +370,10 @@ class Workload:
             return
         self.scheduler.append_token(seq_id, request.token_ids[-1])
         request.update_values()
+        if request.is_running:
+            num_held = max((len(table) for table in request.state.block_tables), default=0)
+            num_needed = -(-request.num_computed // self.config.block_size)
+            require(num_held <= num_needed, f"request {seq_id} keeps blocks of rejected drafts")
 
     def fork(self, parent_id: int) -> None:
         """Fork one to three children; each gets its own first token."""

@@ -5,6 +5,7 @@ only plans, must detect each fault.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -74,10 +75,10 @@ def test_fault_2_reference_count_one_too_low_after_a_prefix_hit(
 class RegistersBeforeForward(Scheduler):
     """Registers full blocks when they are planned."""
 
-    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan:
-        plan = super().schedule(max_prefill_tokens=max_prefill_tokens)
+    def schedule(self, **options: Any) -> StepPlan:
+        plan = super().schedule(**options)
         for state, row in zip(self._planned, plan.rows, strict=True):
-            state.num_computed_tokens = row.start + row.count
+            state.num_computed_tokens = row.start + row.count - len(row.draft_ids)
             if state.registers_blocks:
                 self.cache._register_blocks(state)
             state.num_computed_tokens = row.start
@@ -183,9 +184,64 @@ def test_fault_11_sliding_window_block_freed_one_token_early(
 
 
 def test_fault_12_copy_on_write_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "_copy_shared_blocks", lambda self, state: None)
+    def copy_nothing(self: KVCacheManager, state: SequenceState) -> None:
+        state.shares_last_block = False
+
+    monkeypatch.setattr(KVCacheManager, "_copy_shared_blocks", copy_nothing)
     with pytest.raises(WrongPlanError, match="wrong value"):
         run_workload()
+
+
+class KeepsRejectedDrafts(Scheduler):
+    """Advances a sequence over all of its drafts, and never back."""
+
+    def complete(self, plan: StepPlan) -> None:
+        planned = list(self._planned)
+        super().complete(plan)
+        for state, row in zip(planned, plan.rows, strict=True):
+            if row.draft_ids and state.is_running:
+                state.num_computed_tokens = row.start + row.count
+
+    def append_token(self, seq_id: int, token: int, *, is_cached: bool = False) -> None:
+        super().append_token(seq_id, token)
+
+
+def test_fault_16_cached_length_not_rolled_back_after_rejected_drafts() -> None:
+    with pytest.raises(WrongPlanError, match="rejected drafts|does not advance"):
+        run_workload(scheduler=KeepsRejectedDrafts)
+
+
+class KeepsBlocksOfRejectedDrafts(Scheduler):
+    """Releases no blocks when drafts are rejected."""
+
+    def append_token(self, seq_id: int, token: int, *, is_cached: bool = False) -> None:
+        trim = self.cache.trim
+        self.cache.trim = lambda state, num_tokens: None  # type: ignore[method-assign]  # planted
+        super().append_token(seq_id, token, is_cached=is_cached)
+        self.cache.trim = trim  # type: ignore[method-assign]  # restored
+
+
+def test_fault_16_blocks_of_rejected_drafts_not_freed() -> None:
+    with pytest.raises(WrongPlanError, match="keeps blocks of rejected drafts"):
+        run_workload(scheduler=KeepsBlocksOfRejectedDrafts)
+
+
+class FreesForRejectedDrafts(Scheduler):
+    """Frees the blocks that no query after all drafts attends to before the drafts are verified."""
+
+    def complete(self, plan: StepPlan) -> None:
+        planned = list(self._planned)
+        super().complete(plan)
+        for state, row in zip(planned, plan.rows, strict=True):
+            if row.draft_ids and state.is_running:
+                state.registers_blocks = False
+                self.cache.advance(state, row.start + row.count)
+                state.num_computed_tokens = row.start + 1
+
+
+def test_sliding_window_blocks_freed_before_drafts_are_verified() -> None:
+    with pytest.raises(WrongPlanError, match="attends to freed token"):
+        run_workload("window", block_size=1, scheduler=FreesForRejectedDrafts)
 
 
 class AbortKeepsBlocks(Scheduler):

@@ -107,6 +107,69 @@ def test_prefill_limit_of_one_step_does_not_apply_to_decodes() -> None:
     assert sum(count for _, _, count in spans(plan)[2:]) <= 9
 
 
+def decode_with_drafts(scheduler: Scheduler, num_drafts: int, *seq_ids: int) -> StepPlan:
+    return scheduler.schedule(drafts={seq_id: [1] * num_drafts for seq_id in seq_ids})
+
+
+def test_drafts_get_the_tokens_that_decodes_and_prefills_leave() -> None:
+    scheduler = Scheduler(replace(BASE, max_num_batched_tokens=16))
+    for seq_id in range(3):
+        add(scheduler, seq_id, [seq_id], 40)
+    step(scheduler)
+    plan = decode_with_drafts(scheduler, 5, 0, 1, 2)
+    assert [(row.count, len(row.draft_ids)) for row in plan.rows] == [(6, 5), (6, 5), (4, 3)]
+    scheduler.discard(plan)
+    add(scheduler, 3, range(60, 72))
+    plan = decode_with_drafts(scheduler, 5, 0, 1, 2)
+    assert spans(plan) == [(0, 1, 2), (1, 1, 1), (2, 1, 1), (3, 0, 12)]
+    scheduler.check()
+
+
+def test_drafts_take_free_blocks_only_and_preempt_no_sequence() -> None:
+    scheduler = Scheduler(replace(BASE, num_blocks=5, prefix_caching=False))
+    for seq_id in range(2):
+        add(scheduler, seq_id, range(100 * seq_id, 100 * seq_id + 6), 12)
+    step(scheduler)
+    plan = decode_with_drafts(scheduler, 7, 0, 1)  # one block of 4 tokens is free
+    assert [(row.count, row.draft_ids) for row in plan.rows] == [(6, (1,) * 5), (2, (1,))]
+    assert not plan.preempted
+    scheduler.complete(plan)
+    assert scheduler.make_stats().num_used_blocks == 5
+    for token in (1, 1, 9):
+        scheduler.append_token(0, token, is_cached=token == 1)
+    scheduler.append_token(1, 9)
+    assert scheduler.make_stats().num_used_blocks == 5  # 9 and 7 tokens are computed
+    scheduler.check()
+
+
+def test_blocks_of_rejected_drafts_are_released_and_never_cached() -> None:
+    scheduler = Scheduler(BASE)
+    state = add(scheduler, 0, range(6), 40)
+    step(scheduler)
+    plan = decode_with_drafts(scheduler, 7, 0)
+    scheduler.complete(plan)
+    assert scheduler.make_stats().num_used_blocks == 4
+    scheduler.append_token(0, 9)
+    assert (state.num_computed_tokens, state.num_registered_blocks) == (7, 1)
+    assert scheduler.make_stats().num_used_blocks == 2
+    plan = decode_with_drafts(scheduler, 7, 0)
+    scheduler.complete(plan)
+    for token in (1, 1, 3):
+        scheduler.append_token(0, token, is_cached=token == 1)
+    assert (state.num_computed_tokens, state.num_registered_blocks) == (10, 2)
+    scheduler.check()
+
+
+def test_drafts_are_counted_by_position() -> None:
+    scheduler = Scheduler(BASE)
+    for num_drafts, num_accepted in ((3, 1), (2, 2), (4, 0)):
+        scheduler.count_drafts(num_drafts, num_accepted)
+    stats = scheduler.make_stats()
+    assert stats.num_drafts == 3
+    assert stats.num_draft_tokens_per_pos == (3, 3, 2, 1)
+    assert stats.num_accepted_tokens_per_pos == (2, 1, 0, 0)
+
+
 def test_order_of_service_is_priority_then_arrival() -> None:
     scheduler = Scheduler(replace(BASE, max_num_batched_tokens=30))
     for seq_id, priority in ((0, 1), (1, 0), (2, 0), (3, -1)):

@@ -22,7 +22,8 @@ def run_all(num_operations: int, seeds: range) -> dict[str, int]:
 
 def test_random_operations_match_the_naive_model() -> None:
     totals = run_all(84, range(1))  # 8 configurations, 3 block sizes: 2,016 operations
-    for event in ("hit", "fork", "copies", "preempted", "discard", "abort", "reset"):
+    events = ("hit", "fork", "copies", "preempted", "discard", "abort", "reset")
+    for event in (*events, "accepted", "rejected"):
         assert totals.get(event, 0) > 0, f"no {event} occurred: {totals}"
 
 
