@@ -29,10 +29,25 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding: draft tokens that the model verifies, several in a step. The generated
+    tokens are the same as without."""
+
+    method: Literal["none", "ngram"] = "none"
+    """Source of draft tokens. ngram: what followed the last tokens when they occurred before."""
+
+    num_draft_tokens: Annotated[int | None, Ge(1), Le(32), Example(4)] = None
+    """Maximum number of draft tokens per sequence and step; fewer where few are accepted. Unset:
+    4."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Inference engine: batching, limits and random seed."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
+
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     max_num_seqs: Annotated[int, Ge(1), Example(64)] = 64
     """Maximum number of sequences in a step."""

@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice, zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.serve import EngineConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError, raise_all
-from megalith.infer.cache import PagedKVCache, scheduler_config
+from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import Completion, RequestOutput, Timings, TokenOutput
 from megalith.infer.runner import ModelRunner, StepLogits
 from megalith.infer.sample import (
@@ -31,10 +33,9 @@ from megalith.infer.sample import (
     prompt_logprobs,
     sample_tokens,
 )
+from megalith.infer.speculative import DraftRow, Speculator
 from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
-from megalith.kernels.linear_small_batch import NO_ROWS, SmallBatchLimits
 from megalith.kernels.rope import rope_length
-from megalith.models.decoder import Decoder
 from megalith.plan.keys import key
 from megalith.plan.serving.scheduler import (
     BlockCopy,
@@ -104,26 +105,27 @@ class InferenceEngine:
 
     def __init__(
         self,
-        model: Decoder,
-        cache: PagedKVCache,
+        runner: ModelRunner,
         config: EngineConfig,
         *,
         max_model_len: int,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         callbacks: Sequence[EngineCallback] = (),
-        limits: SmallBatchLimits = NO_ROWS,
+        speculator: Speculator | None = None,
     ) -> None:
         """`max_model_len`: maximum number of tokens of a sequence; `eos_token_ids`: tokens that end
-        a text; without a tokenizer outputs have no text; `limits`: see `ModelRunner`."""
+        a text; without a tokenizer outputs have no text; without a speculator there are no draft
+        tokens."""
+        model = runner.model
         if model.training:
             logger.warning("the model is in training mode; it is switched to evaluation mode")
             model.eval()
         self.model_config, self.config, self.max_model_len = model.config, config, max_model_len
-        self.runner = ModelRunner(model, cache, limits=limits)
-        self.scheduler = Scheduler(scheduler_config(config, cache))
+        self.runner = runner
+        self.scheduler = Scheduler(scheduler_config(config, runner.cache))
         self._tokenizer, self._eos = tokenizer, eos_token_ids
-        self._callbacks = callbacks
+        self._callbacks, self._speculator = callbacks, speculator
         self._tensor_parallel = model.tp_comm.group.size > 1
         self._requests: dict[int, _Request] = {}
         self._choices: dict[int, _Choice] = {}
@@ -195,8 +197,9 @@ class InferenceEngine:
         which; the others continue.
         """
         outputs = self._expire()
+        drafts = self._propose_drafts()
         started = time.monotonic()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(drafts=drafts)
         if not plan.rows:
             self.scheduler.complete(plan)
             return outputs
@@ -207,21 +210,22 @@ class InferenceEngine:
                 result.timings.scheduled = started
                 result.num_cached_tokens = choice.state.num_cached_tokens
         logits, failures = self._execute(plan)
-        failed = frozenset(failure.row.seq_id for failure in failures)
         for failure in failures:
             outputs += self._fail(failure)
         self.scheduler.complete(plan)
         if logits is not None:
             try:
-                self._sample(plan, logits, failed, outputs)
+                self._sample(plan, logits, outputs)
             except BaseException as error:
                 # Sequences without their next token would never be scheduled again.
                 for row in plan.rows:
                     outputs += self._fail(_RowFailure(row, error))
                 if not isinstance(error, Exception):
                     raise
+        seconds = time.monotonic() - started
+        if self._speculator is not None:
+            self._speculator.record_step(plan, seconds)
         if self._callbacks:
-            seconds = time.monotonic() - started
             self._notify("on_step", plan, self.scheduler.make_stats(), seconds)
         return outputs
 
@@ -350,6 +354,8 @@ class InferenceEngine:
         request.output.num_preemptions += choice.state.num_preemptions
         self.scheduler.finish(number)
         self.runner.cache.drop_states(number)
+        if self._speculator is not None:
+            self._speculator.release(number)
         del self._choices[number]
         self._finish_request(request)
 
@@ -403,13 +409,14 @@ class InferenceEngine:
     def _execute_rows(
         self, plan: StepPlan, states: dict[int, SequenceState]
     ) -> tuple[StepLogits | None, list[_RowFailure]]:
-        """Execute the rows of a plan one by one, and long rows that fail in two parts, which need
-        less memory."""
+        """Execute the rows of a plan one by one without drafts, and long rows that fail in two
+        parts, which need less memory."""
         copies = plan.copies
         parts: list[StepLogits] = []
         failures: list[_RowFailure] = []
         try:
-            for row in plan.rows:
+            for planned in plan.rows:
+                row = replace(planned, count=planned.count - len(planned.draft_ids), draft_ids=())
                 try:
                     parts.append(self._execute_row(row, copies, states))
                 except Exception as error:  # reported to the request
@@ -420,8 +427,10 @@ class InferenceEngine:
             raise
         if not parts:
             return None, failures
+        rows = tuple(row for part in parts for row in part.rows)
+        next_token = torch.cat([part.next_token for part in parts])
         prompt = {number: rows for part in parts for number, rows in part.prompt.items()}
-        return StepLogits(torch.cat([part.next_token for part in parts]), prompt), failures
+        return StepLogits(rows, next_token, prompt), failures
 
     def _execute_row(
         self, row: PlannedRow, copies: tuple[BlockCopy, ...], states: dict[int, SequenceState]
@@ -464,51 +473,93 @@ class InferenceEngine:
 
     # --- sampling
 
-    def _sample(
-        self,
-        plan: StepPlan,
-        logits: StepLogits,
-        failed: frozenset[int],
-        outputs: list[TokenOutput],
-    ) -> None:
+    def _propose_drafts(self) -> dict[int, list[int]]:
+        """Return draft tokens of the sequences whose next step generates a token."""
+        if self._speculator is None:
+            return {}
+        rows = []
+        for choice in self._choices.values():
+            if choice.state.accepts_drafts:
+                token_ids = choice.state.token_ids
+                # a step generates one token more than it accepts drafts
+                longest = self._max_total_tokens(choice.request) - len(token_ids) - 1
+                make_sample_row = partial(self._make_sample_row, choice)
+                rows.append(DraftRow(choice.state.seq_id, token_ids, longest, make_sample_row))
+        if len(rows) >= self.config.max_num_batched_tokens:
+            return {}
+        return self._speculator.propose(rows)
+
+    def _sample(self, plan: StepPlan, logits: StepLogits, outputs: list[TokenOutput]) -> None:
         """Sample the next tokens of the rows whose last known token was processed, and add them to
-        the outputs. Rows that failed have no logits."""
+        the outputs."""
         for number, prompt_rows in logits.prompt.items():
             outputs += self._add_prompt_logprobs(plan, number, prompt_rows)
-        choices: list[_Choice] = []
+        verified: list[tuple[_Choice, tuple[int, ...]]] = []  # choices and their drafts
         indices: list[int] = []
-        sampling = [row for row in plan.rows if row.samples and row.seq_id not in failed]
-        for index, row in enumerate(sampling):
+        end = 0
+        for row in logits.rows:
+            positions = range(end, end + 1 + len(row.draft_ids))
+            end = positions.stop
             choice = self._choices.get(row.seq_id)
             if choice is None:  # its prompt log-probs are not finite
                 continue
             if choice.request.params.max_new_tokens == 0:
                 outputs += self._end_request(choice.request, "length")
                 continue
-            siblings = self._fork(choice)
-            choices += siblings
-            indices += [index] * len(siblings)
-        if not choices:
+            for sibling in self._fork(choice):
+                verified.append((sibling, row.draft_ids))
+                indices += positions
+        if not verified:
             return
         rows = [
-            SampleRow(
-                params=choice.request.params,
-                seed=choice.request.seed,
-                choice=choice.completion.index,
-                position=len(choice.state.token_ids),
-                prompt_ids=choice.request.output.prompt_token_ids,
-                output_ids=choice.completion.token_ids,
-                counts=choice.counts,
-                end_ids=choice.stopping.end_ids,
-                bad_word_ids=choice.request.bad_word_ids,
-            )
-            for choice in choices
+            self._make_sample_row(choice, draft_ids[:count])
+            for choice, draft_ids in verified
+            for count in range(len(draft_ids) + 1)
         ]
-        sampled = sample_tokens(
-            _select(logits.next_token, indices), rows, vocab_size=self.model_config.vocab_size
+        sampled = iter(
+            sample_tokens(
+                _select(logits.next_token, indices), rows, vocab_size=self.model_config.vocab_size
+            )
         )
-        for choice, token in zip(choices, sampled, strict=True):
-            outputs.append(self._append(choice, token))
+        for choice, draft_ids in verified:
+            outputs += self._verify(choice, draft_ids, list(islice(sampled, len(draft_ids) + 1)))
+
+    def _make_sample_row(self, choice: _Choice, draft_ids: Sequence[int]) -> SampleRow:
+        """Return what determines the token after the tokens of a choice and drafts."""
+        request, counts, output_ids = choice.request, choice.counts, choice.completion.token_ids
+        if draft_ids:
+            output_ids = [*output_ids, *draft_ids]
+            counts = None if counts is None else counts.with_drafts(draft_ids)
+        return SampleRow(
+            params=request.params,
+            seed=request.seed,
+            choice=choice.completion.index,
+            position=len(request.output.prompt_token_ids) + len(output_ids),
+            prompt_ids=request.output.prompt_token_ids,
+            output_ids=output_ids,
+            counts=counts,
+            end_ids=choice.stopping.end_ids,
+            bad_word_ids=request.bad_word_ids,
+        )
+
+    def _verify(
+        self, choice: _Choice, draft_ids: Sequence[int], sampled: Sequence[SampledToken]
+    ) -> list[TokenOutput]:
+        """Append the drafts that equal the token sampled at their position, and the first token
+        that does not, or the one after all drafts; returns the outputs."""
+        outputs: list[TokenOutput] = []
+        for result, draft in zip_longest(sampled, draft_ids):
+            outputs.append(self._append(choice, result, is_draft=result.token == draft))
+            if result.token != draft or outputs[-1].finish_reason is not None:
+                break
+        if draft_ids:
+            pairs = zip(outputs, draft_ids, strict=False)  # drafts after the last output
+            num_accepted = sum(output.token == draft for output, draft in pairs)
+            self.scheduler.count_drafts(len(draft_ids), num_accepted)
+            if self._speculator is not None:
+                number = choice.state.seq_id
+                self._speculator.lengths.record_drafts(number, len(draft_ids), num_accepted)
+        return outputs
 
     def _fork(self, choice: _Choice) -> list[_Choice]:
         """Return the choices that sample from the logits of `choice`: after the prompt all choices
@@ -524,15 +575,16 @@ class InferenceEngine:
             self._register(child)
         return list(request.choices)
 
-    def _append(self, choice: _Choice, sampled: SampledToken) -> TokenOutput:
-        """Append a sampled token to its sequence; returns the output."""
+    def _append(self, choice: _Choice, sampled: SampledToken, *, is_draft: bool) -> TokenOutput:
+        """Append a sampled token to its sequence; returns the output. `is_draft`: it is an accepted
+        draft, which was processed."""
         timings = choice.request.output.timings
         if timings.first_token is None:
             timings.first_token = time.monotonic()
         if sampled.error is not None:
             return self._end_choice(choice, "error", error=sampled.error)
         stop = choice.stopping.check(sampled.token)
-        self.scheduler.append_token(choice.state.seq_id, sampled.token)
+        self.scheduler.append_token(choice.state.seq_id, sampled.token, is_cached=is_draft)
         output = TokenOutput(
             choice.request.output.request_id,
             choice.completion.index,

@@ -43,6 +43,8 @@ from megalith.infer.quantize import (
     load_int8_weights,
     set_int8_dtype,
 )
+from megalith.infer.runner import ModelRunner
+from megalith.infer.speculative import build_speculator, check_speculation
 from megalith.kernels.backend import select_backends, unavailable_backends
 from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
@@ -264,6 +266,7 @@ def build_engine(
     model = generator.model
     group, device = model.tp_comm.group, next(model.parameters()).device
     plan = plan_cache(model.config, tp=group.size, element_size=model.dtype.itemsize)
+    check_speculation(config, plan)
     size = plan_pool(
         model.config,
         config,
@@ -281,17 +284,17 @@ def build_engine(
     if config.batch_invariant:
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
+    runner = ModelRunner(model, cache, limits=limits)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
-            model,
-            cache,
+            runner,
             config,
             max_model_len=size.max_model_len,
             tokenizer=generator.tokenizer,
             eos_token_ids=generator.stops,
             callbacks=callbacks,
-            limits=limits,
+            speculator=build_speculator(config, tp=group.size),
         )
 
     if config.batch_invariant:

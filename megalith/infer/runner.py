@@ -27,8 +27,11 @@ MAX_LOGIT_ROWS = 1024
 class StepLogits:
     """Logits of a step, in the dtype of the model."""
 
+    rows: tuple[PlannedRow, ...]
+    """The rows that sample, as they were executed, in the order of the plan."""
+
     next_token: Tensor
-    """[rows that sample, v]: logits of the next token, in the order of the plan."""
+    """[n, v]: logits of the token after the last known one and after each draft, row after row."""
 
     prompt: Mapping[int, Tensor]
     """By request: logits [k, v] of the prompt tokens after the k processed ones, for requests that
@@ -77,6 +80,7 @@ class ModelRunner:
         ids: list[int] = []
         for row in rows:
             ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
+            ids += row.draft_ids
         seq_params = seq_params_from_queries(
             [(row.count, row.start + row.count) for row in rows],
             reach=[_rope_length(row, states[row.seq_id]) for row in rows],
@@ -99,14 +103,15 @@ class ModelRunner:
         first = 0
         for row in rows:
             if row.samples:
-                last.append(first + row.count - 1)
+                last += range(first + row.count - 1 - len(row.draft_ids), first + row.count)
             # The logits after the last prompt token are those of the first generated token.
             num_prompt = states[row.seq_id].num_prompt_tokens - 1 - row.start
             count = min(row.count, num_prompt)
             if row.seq_id in prompt_logits and count > 0:
                 prompt[row.seq_id] = self._project(hidden[first : first + count])
             first += row.count
-        return StepLogits(self._project(hidden[last]), prompt)
+        sampling = tuple(row for row in rows if row.samples)
+        return StepLogits(sampling, self._project(hidden[last]), prompt)
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Return logits [k, v] of hidden states [k, h], some rows at a time."""
@@ -123,5 +128,5 @@ def _rope_length(row: PlannedRow, state: SequenceState) -> int:
     with dynamic NTK scaling a token keeps those of the length at which it was first processed.
     """
     if state.recompute_length is not None:
-        return len(state.token_ids)
+        return len(state.token_ids)  # that of drafts is not in another range of lengths
     return max(state.num_prompt_tokens, row.start + row.count)

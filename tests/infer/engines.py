@@ -1,5 +1,6 @@
 """Engines of tiny models, and the forward pass without a cache that they must agree with."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,10 +9,19 @@ import torch
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import CacheConfig, EngineConfig
+from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import RequestOutput
+from megalith.infer.runner import ModelRunner
+from megalith.infer.speculative import (
+    DraftLengthController,
+    DraftProposer,
+    DraftRow,
+    Speculator,
+    build_speculator,
+    check_speculation,
+)
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
@@ -30,11 +40,15 @@ def build(
     eos: frozenset[int] = frozenset(),
     prefix_caching: bool = True,
     tokenizer: Any = None,
+    speculation: str = "none",
+    proposer: DraftProposer | None = None,
     **engine: Any,
 ) -> InferenceEngine:
-    """Return an engine of a model; `engine`: fields of EngineConfig."""
+    """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `engine`:
+    fields of EngineConfig."""
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
-    config = EngineConfig(cache=cache, **engine)
+    drafts = SpeculationConfig(method=speculation)  # type: ignore[arg-type]  # a name
+    config = EngineConfig(cache=cache, speculation=drafts, **engine)
     tp = model.tp_comm.group.size
     plan = plan_cache(model.config, tp=tp, element_size=model.dtype.itemsize)
     size = plan_pool(model.config, config, plan, free_bytes=1 << 26)
@@ -44,14 +58,54 @@ def build(
         block_size=block_size,
         batch_invariant=config.batch_invariant,
     )
+    check_speculation(config, plan)
+    speculator = build_speculator(config, tp=tp)
+    if proposer is not None:
+        speculator = Speculator(proposer, DraftLengthController(5, measures_time=False))
     return InferenceEngine(
-        model,
-        pool,
+        ModelRunner(model, pool),
         config,
         max_model_len=size.max_model_len,
         tokenizer=tokenizer,
         eos_token_ids=eos,
+        speculator=speculator,
     )
+
+
+class ReferenceProposer:
+    """Proposes the tokens of a run without drafts, sometimes with a wrong one."""
+
+    def __init__(self, outputs: Sequence[RequestOutput], *, seed: int = 0) -> None:
+        self._texts = {
+            (tuple(output.prompt_token_ids), completion.index, completion.token_ids[0]): completion
+            for output in outputs
+            for completion in output.outputs
+            if completion.token_ids
+        }
+        self._draw = random.Random(seed)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Return the next tokens of each reference."""
+        return [self._propose_row(row) for row in rows]
+
+    def release(self, seq_id: int) -> None:
+        """Nothing is stored."""
+
+    def _propose_row(self, row: DraftRow) -> list[int]:
+        sample_row = row.make_sample_row(())
+        key = (tuple(sample_row.prompt_ids), sample_row.choice, sample_row.output_ids[0])
+        text, num_output = self._texts[key].token_ids, len(sample_row.output_ids)
+        drafts = text[num_output : num_output + self._draw.randint(1, row.num_drafts)]
+        if drafts and self._draw.random() < 0.4:
+            wrong = self._draw.randrange(len(drafts))
+            drafts[wrong] = (drafts[wrong] + 1) % 7
+        return drafts
+
+
+def count_accepted(engine: InferenceEngine) -> tuple[int, int]:
+    """Return the numbers of draft tokens and of accepted ones."""
+    stats = engine.scheduler.make_stats()
+    return sum(stats.num_draft_tokens_per_pos), sum(stats.num_accepted_tokens_per_pos)
 
 
 def run(

@@ -28,7 +28,15 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.serving.cache_layout import count_required_blocks
 from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import layout_case
-from tests.infer.engines import GREEDY, SAMPLED, build, check_logprobs, run
+from tests.infer.engines import (
+    GREEDY,
+    SAMPLED,
+    ReferenceProposer,
+    build,
+    check_logprobs,
+    count_accepted,
+    run,
+)
 from tests.test_plugins import RECURRENT
 
 WINDOW = AttentionConfig(window=5, window_layers=(True, False))
@@ -100,7 +108,7 @@ SETTINGS: list[dict[str, Any]] = [
     },
     {"block_size": 16, "max_num_batched_tokens": 19, "batching": "static", "max_num_seqs": 9},
     {"block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 6, "pool": 1.3},
-    {"block_size": 3, "max_num_batched_tokens": 33, "prefix_caching": False, "pool": 1.6}
+    {"block_size": 3, "max_num_batched_tokens": 33, "prefix_caching": False, "pool": 1.2}
     | {"max_num_seqs": 20},
 ]
 
@@ -115,11 +123,14 @@ def test_log_probs_are_those_of_one_forward_pass_in_any_batch(
     for output in reference:
         check_logprobs(model, output)
     preempted = cached = 0
+    num_drafts = num_accepted = 0
     for number, settings in enumerate(SETTINGS):
         settings = dict(settings)
         pool = settings.pop("pool", None)
         if pool is not None:
             settings["num_blocks"] = blocks_for_one(model, settings, pool)
+        if (number + list(KINDS).index(kind)) % 2:
+            settings["proposer"] = ReferenceProposer(reference, seed=number)
         engine = build(model, max_model_len=64, **settings)
         draw = random.Random(number)
         arrivals = {index: draw.randint(0, 12) for index in range(len(requests))}
@@ -130,7 +141,11 @@ def test_log_probs_are_those_of_one_forward_pass_in_any_batch(
         preempted += sum(output.num_preemptions for output in outputs)
         cached += sum(output.num_cached_tokens for output in outputs)
         assert used_blocks(engine) == 0
+        drafted, accepted = count_accepted(engine)
+        num_drafts += drafted
+        num_accepted += accepted
     assert preempted > 0 and cached > 0
+    assert 0 < num_accepted < num_drafts
 
 
 def blocks_for_one(model: Any, settings: dict[str, Any], factor: float) -> int:
@@ -160,12 +175,14 @@ def test_longrope_beyond_the_original_length_equals_one_forward_pass(tiny: Simpl
     requests = [(prompt, replace(SAMPLED, max_new_tokens=25)) for prompt in prompts]
     reference = alone(lambda: build(model), requests)
     for settings in ROPE_SETTINGS:
-        engine = build(model, **settings)
+        engine = build(model, proposer=ReferenceProposer(reference), **settings)
         for _ in range(2):  # the second time with cached prefixes
             outputs = run(engine, requests, {2: 3})
             assert tokens_of(outputs) == tokens_of(reference)
             for output in outputs:
                 check_logprobs(model, output, by_prefix=True)
+        num_drafts, num_accepted = count_accepted(engine)
+        assert 0 < num_accepted < num_drafts
 
 
 def test_dynamic_rope_does_not_depend_on_chunks_and_preemption(tiny: SimpleNamespace) -> None:
@@ -175,7 +192,9 @@ def test_dynamic_rope_does_not_depend_on_chunks_and_preemption(tiny: SimpleNames
     reference = alone(lambda: build(model), requests)
     num_preempted = 0
     for settings in ROPE_SETTINGS:
-        outputs = run(build(model, **settings), requests, {2: 3})
+        engine = build(model, proposer=ReferenceProposer(reference), **settings)
+        outputs = run(engine, requests, {2: 3})
+        assert count_accepted(engine) == (0, 0)  # frequencies depend on the length at each step
         num_preempted += sum(output.num_preemptions for output in outputs)
         assert tokens_of(outputs) == tokens_of(reference)
         for output, expected in zip(outputs, reference, strict=True):
@@ -396,13 +415,15 @@ def test_batch_invariant_log_probs_have_the_same_bits_in_any_batch(
     model = tiny.model(tiny.config(**sizes, init_std=0.1), dtype=dtype)
     requests = random_requests(3, model.config.vocab_size, count=24)
     reference = alone(lambda: build(model, batch_invariant=True, prefix_caching=False), requests)
-    preempted = cached = 0
+    preempted = cached = num_accepted = 0
     for number, settings in enumerate(SETTINGS):
         settings = dict(settings)
         pool = settings.pop("pool", None)
         if pool is not None:
             settings["num_blocks"] = blocks_for_one(model, settings, pool)
         draw = random.Random(number)
+        if number % 2:
+            settings["proposer"] = ReferenceProposer(reference, seed=number)
         engine = build(model, max_model_len=64, batch_invariant=True, **settings)
         outputs = run(engine, requests, {index: draw.randint(0, 12) for index in range(24)})
         for one, other in zip(outputs, reference, strict=True):
@@ -410,7 +431,8 @@ def test_batch_invariant_log_probs_have_the_same_bits_in_any_batch(
         assert tokens_of(outputs) == tokens_of(reference)
         preempted += sum(output.num_preemptions for output in outputs)
         cached += sum(output.num_cached_tokens for output in outputs)
-    assert preempted > 0 and cached > 0
+        num_accepted += count_accepted(engine)[1]
+    assert preempted > 0 and cached > 0 and num_accepted > 0
 
 
 def test_model_in_training_mode_is_switched_to_evaluation_with_a_warning(

@@ -12,11 +12,18 @@ from megalith.config.generation import SamplingParams
 from megalith.infer import engine as engine_module
 from megalith.infer import runner as runner_module
 from megalith.infer.engine import InferenceEngine
-from megalith.infer.sample import prompt_logprobs
+from megalith.infer.sample import TokenCounts, prompt_logprobs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.plan.serving.scheduler import Scheduler, StepPlan
-from tests.infer.engines import SAMPLED, build, check_logprobs, run
+from tests.infer.engines import (
+    SAMPLED,
+    ReferenceProposer,
+    build,
+    check_logprobs,
+    count_accepted,
+    run,
+)
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -127,6 +134,47 @@ def check_choices(model: Decoder) -> None:
     assert len({tuple(one.token_ids) for one in output.outputs}) == 3
 
 
+def check_drafts(model: Decoder) -> None:
+    """Accepted and rejected drafts, with penalties, in blocks of 3 tokens."""
+    params = replace(SAMPLED, repetition_penalty=1.3, frequency_penalty=0.4)
+    requests = [([3, 1, number], replace(params, seed=number)) for number in range(3)]
+    reference = run(build(model), requests)
+    engine = build(model, proposer=ReferenceProposer(reference), block_size=3)
+    outputs = run(engine, requests)
+    for output, expected in zip(outputs, reference, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        check_logprobs(model, output)
+    num_drafts, num_accepted = count_accepted(engine)
+    assert 0 < num_accepted < num_drafts
+
+
+def count_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 15: penalties count rejected drafts."""
+
+    def planted(self: TokenCounts, draft_ids: list[int]) -> TokenCounts:
+        self._add(draft_ids)
+        self.num_output -= len(draft_ids)
+        copy = TokenCounts(self.ids)
+        copy._counts[: len(self._slots)] = self.output_counts
+        copy.num_output = self.num_output + len(draft_ids)
+        return copy
+
+    monkeypatch.setattr(TokenCounts, "with_drafts", planted)
+
+
+def keep_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 16: the cached length is that of all drafts."""
+    complete = Scheduler.complete
+
+    def planted(self: Scheduler, plan: StepPlan) -> None:
+        complete(self, plan)
+        for row in plan.rows:
+            if row.draft_ids:
+                self._states[row.seq_id].num_computed_tokens = row.start + row.count
+
+    monkeypatch.setattr(Scheduler, "complete", planted)
+
+
 FAULTS: dict[str, tuple[Plant, Callable[[Decoder], None]]] = {
     "token of a middle chunk emitted": (emit_token_of_a_middle_chunk, check_engine),
     "position restarted": (restart_positions, check_engine),
@@ -134,10 +182,12 @@ FAULTS: dict[str, tuple[Plant, Callable[[Decoder], None]]] = {
     "prompt log-probs of the next row": (score_the_next_row, check_engine),
     "token lost in a preemption": (lose_a_token_in_a_preemption, check_engine),
     "noise of the first choice": (key_noise_by_row, check_choices),
+    "penalties count rejected drafts": (count_rejected_drafts, check_drafts),
+    "cached length of rejected drafts": (keep_rejected_drafts, check_drafts),
 }
 
 
-@pytest.mark.parametrize("check", [check_engine, check_choices])
+@pytest.mark.parametrize("check", [check_engine, check_choices, check_drafts])
 def test_without_a_fault_the_checks_pass(
     check: Callable[[Decoder], None], tiny: SimpleNamespace
 ) -> None:

@@ -537,15 +537,13 @@ class Scheduler:
                 row,
                 count=1 + count,
                 draft_ids=tuple(draft_ids[:count]),
-                table_version=state.table_version,
             )
             self._decodes[index] = (state, row)
 
     def _find_draft_limit(self, state: SequenceState) -> int:
         """Return how many drafts a decode row may process: as many as fit into the available
-        blocks, and have the rotary frequencies that they have one by one. After the last prompt
-        token there are none, because choices of the prompt may fork."""
-        if state.one_token_after_prompt or state.num_computed_tokens < state.num_prompt_tokens:
+        blocks, and have the rotary frequencies that they have one by one."""
+        if not state.accepts_drafts:
             return 0
         limit = self.cache.count_fitting_tokens(state) - 1
         if state.recompute_length is not None and not state.uses_long_rope:

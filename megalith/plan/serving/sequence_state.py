@@ -75,3 +75,16 @@ class SequenceState:
 
     failed_headroom: int = field(default=-1, init=False)
     """Available blocks when the sequence last could not be admitted; -1: no failed attempt."""
+
+    @property
+    def accepts_drafts(self) -> bool:
+        """Whether the next row processes one generated token, after which drafts may follow.
+
+        After the last prompt token there are none, because choices of the prompt may fork.
+        """
+        num_computed = self.num_computed_tokens
+        return (
+            self.is_running
+            and self.num_prompt_tokens <= num_computed == len(self.token_ids) - 1
+            and not self.one_token_after_prompt
+        )
