@@ -2,11 +2,15 @@
 weights.
 
     python benchmarks/engine.py [--models 29m,110m] [--requests 1,4,16,64] [--threads 2]
+    python benchmarks/engine.py --speculation ngram   # beside the engine without draft tokens
 
 Requests have mixed prompt lengths, arrive together and generate greedily without stopping at an end
 token. All contenders take turns in one process. A line shows output tokens per second and how many
 times as fast the engine is: the median over the rounds of the ratio of two times of the same round,
 and its quartiles. Before, the tokens of both are compared in fp32.
+
+With --speculation the peer is the engine without draft tokens. Greedy text of random weights soon
+repeats itself; sampled text is random.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from transformers import (
 )
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, SpeculationConfig
 from megalith.infer.llm import LLM, load_generator
 from megalith.kernels.cpu_threads import keep_freed_memory
 
@@ -75,9 +79,13 @@ def build_load(name: str, num_requests: int, new_tokens: int) -> Load:
     return Load(prompts, new_tokens)
 
 
-def engine_contender(llm: LLM, load: Load) -> Callable[[], list[list[int]]]:
+def engine_contender(
+    llm: LLM, load: Load, temperature: float = 0.0
+) -> Callable[[], list[list[int]]]:
     """Return a call that generates with the engine."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=load.new_tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=temperature, seed=7, max_new_tokens=load.new_tokens, ignore_eos=True
+    )
 
     def generate() -> list[list[int]]:
         llm.engine.scheduler.reset_prefix_cache()  # each round computes all prompts
@@ -122,6 +130,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="fp32,bf16", help="the peer uses its faster one")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--speculation", choices=("ngram",))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory()
@@ -130,8 +139,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_llama(name, folder)
             for count in map(int, options.requests.split(",")):
+                if options.speculation is not None:
+                    measure_speculation(name, folder, count, options)
+                    continue
                 ratios.append(measure(name, folder, count, options))
-    print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
+    if ratios:
+        print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
 
 
 def measure(name: str, folder: str, count: int, options: argparse.Namespace) -> float:
@@ -167,6 +180,31 @@ def measure(name: str, folder: str, count: int, options: argparse.Namespace) -> 
         speedup = times_as_fast(turns.seconds["engine fp32"], turns.seconds["engine, one by one"])
         print(f"  batched / one by one: {speedup}")
     return ratio.median
+
+
+def measure_speculation(name: str, folder: str, count: int, options: argparse.Namespace) -> None:
+    """Measure the engine with draft tokens beside the one without, on repeated and on random
+    text."""
+    load = build_load(name, count, options.new_tokens)
+    pattern = [prompt[:8] for prompt in load.prompts]
+    repeated = Load([(part * 16)[:64] for part in pattern], options.new_tokens)
+    speculation = SpeculationConfig(method=options.speculation)
+    configs = {"drafts": EngineConfig(speculation=speculation), "none": EngineConfig()}
+    generator = load_generator(folder, dtype=DTYPES[options.dtypes.split(",")[0]])
+    for text, temperature, text_load in (("repeated", 0.0, repeated), ("random", 1.0, load)):
+        llms = {key: LLM(generator, config=config) for key, config in configs.items()}
+        contenders = {
+            key: engine_contender(llm, text_load, temperature) for key, llm in llms.items()
+        }
+        same = contenders["drafts"]() == contenders["none"]()
+        turns = take_turns(contenders, rounds=options.rounds, warmup=1)
+        stats = llms["drafts"].engine.scheduler.make_stats()
+        print(
+            f"{name}, {count} requests, {text} text, {'the same' if same else 'OTHER'} tokens: "
+            f"{options.speculation} / none: "
+            f"{times_as_fast(turns.seconds['drafts'], turns.seconds['none'])}; "
+            f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted"
+        )
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options
+from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json, print_warnings
+from megalith.config.fields import range_problems
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import Quantization
+from megalith.config.serve import EngineConfig, Quantization
+from megalith.config.server import ServeRun
+from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
@@ -37,7 +40,8 @@ class GenerateOptions:
     """Generate text from prompts with the model of a run, a checkpoint, or a Hugging Face folder.
 
     Without a prompt the model starts a new document. A model without a tokenizer reads and writes
-    ids: "17 4 99".
+    ids: "17 4 99". Settings of the engine are options too, such as --engine.speculation.method
+    ngram.
     """
 
     source: Positional[str]
@@ -102,14 +106,16 @@ class GenerateOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megalith generate`."""
-    options = parse_options(GenerateOptions, argv, prog="megalith generate")
-    raise_all(option_problems(options))
+    rest, overrides = split_overrides(argv, ServeRun)
+    options = parse_options(GenerateOptions, rest, prog="megalith generate")
+    config = apply_overrides(ServeRun(), overrides).engine
+    raise_all(option_problems(options) + range_problems(config))
     prompts = read_prompts(options)
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
-        return write(options, prompts)
+        return write(options, prompts, config)
     path = open_source(options.source, options.nproc, base=options.base).path
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
         # workers cannot share standard input
@@ -117,9 +123,10 @@ def main(argv: list[str]) -> int:
         file.write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
         )
-        return run_workers(
-            ["generate", *build_worker_arguments(options, path, file)], options.nproc
-        )
+        words = build_worker_arguments(options, path, file)
+        for name, value in overrides.items():
+            words += [f"--{name}", *([value] if isinstance(value, str) else value)]
+        return run_workers(["generate", *words], options.nproc)
 
 
 def option_problems(options: GenerateOptions) -> list[str]:
@@ -162,7 +169,7 @@ def build_worker_arguments(options: GenerateOptions, source: Path, file: Path) -
     return words
 
 
-def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
+def write(options: GenerateOptions, prompts: Sequence[str], config: EngineConfig) -> int:
     """Load the model and generate, as one rank of the job that the environment describes; rank 0
     prints."""
     from megalith.infer.load import open_source
@@ -179,10 +186,11 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     set_threads(worker, None)
     world_group = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
-        check_consistent_settings(asdict(options) | {"prompts": list(prompts)}, world_group)
+        arguments = {"prompts": list(prompts), "engine": to_dict(config)}
+        check_consistent_settings(asdict(options) | arguments, world_group)
         if worker.rank == 0:
             print_warnings(source)
-        transcripts, seconds = generate_all(options, prompts, source, worker)
+        transcripts, seconds = generate_all(options, prompts, config, source, worker)
     except BaseException:
         disconnect(worker, failed=True)
         raise
@@ -195,7 +203,11 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
 
 
 def generate_all(
-    options: GenerateOptions, prompts: Sequence[str], source: "Pretrained", worker: "Worker"
+    options: GenerateOptions,
+    prompts: Sequence[str],
+    config: EngineConfig,
+    source: "Pretrained",
+    worker: "Worker",
 ) -> "tuple[list[Transcript], float]":
     """Load this rank's shard of the model and generate from every prompt; return the texts and
     the elapsed seconds."""
@@ -221,7 +233,7 @@ def generate_all(
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
-    transcripts = generate_text(generator, prompts, settings(options), show=show)
+    transcripts = generate_text(generator, prompts, settings(options), show=show, config=config)
     return transcripts, time.perf_counter() - started
 
 

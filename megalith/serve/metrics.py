@@ -3,6 +3,7 @@ log."""
 
 import logging
 import time
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megalith.plan.serving.scheduler import SchedulerStats, StepPlan
@@ -36,10 +37,22 @@ GAUGES = {
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of finished requests.",
     "generation_tokens": "Generated tokens.",
-    "num_preemptions": "Preemptions of sequences.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens whose keys and values were reused.",
 }
+SCHEDULER_COUNTERS = {
+    "num_preemptions": ("Preemptions of sequences.", "num_preemptions"),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        "prefix_query_tokens",
+    ),
+    "prefix_cache_hits": (
+        "Prompt tokens whose keys and values were reused.",
+        "prefix_hit_tokens",
+    ),
+    "spec_decode_num_drafts": ("Sequences with draft tokens, over all steps.", "num_drafts"),
+    "spec_decode_num_draft_tokens": ("Draft tokens.", "num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", "num_accepted_tokens"),
+}
+"""Counters that are attributes of `SchedulerStats`: explanation and attribute."""
 
 
 class _Metric(Protocol):
@@ -161,6 +174,14 @@ class EngineMetrics:
         self._set = MetricSet(model_name)
         self._gauges = {name: self._set.gauge(name, text) for name, text in GAUGES.items()}
         self._counters = {name: self._set.counter(name, text) for name, text in COUNTERS.items()}
+        self._scheduler_counters = {
+            name: self._set.counter(name, text) for name, (text, _) in SCHEDULER_COUNTERS.items()
+        }
+        self._accepted_per_pos = self._set.counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position among the drafts of a step.",
+            "position",
+        )
         self._histograms = {
             name: self._set.histogram(name, text, buckets)
             for name, (text, buckets) in HISTOGRAMS.items()
@@ -220,11 +241,14 @@ class EngineMetrics:
         self._gauges["num_requests_waiting"].set(stats.num_waiting)
         self._gauges["kv_cache_usage_perc"].set(stats.num_used_blocks / max(stats.num_blocks, 1))
         before, self._reported = self._reported, stats
-        self._counters["num_preemptions"].inc(stats.num_preemptions - before.num_preemptions)
-        self._counters["prefix_cache_queries"].inc(
-            stats.prefix_query_tokens - before.prefix_query_tokens
+        for name, (_, attribute) in SCHEDULER_COUNTERS.items():
+            increase = getattr(stats, attribute) - getattr(before, attribute)
+            self._scheduler_counters[name].inc(increase)
+        pairs = zip_longest(
+            stats.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, fillvalue=0
         )
-        self._counters["prefix_cache_hits"].inc(stats.prefix_hit_tokens - before.prefix_hit_tokens)
+        for position, (count, reported) in enumerate(pairs):
+            self._accepted_per_pos.labels(str(position)).inc(count - reported)
         return self._set.render()
 
     def _observe(self, name: str, value: float) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
-from megalith.cli.arguments import parse_options
+from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import (
     GenerateOptions,
     build_worker_arguments,
@@ -22,7 +22,8 @@ from megalith.cli.generate import (
 from megalith.cli.main import main
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
-from megalith.config.tree import dump_yaml
+from megalith.config.server import ServeRun
+from megalith.config.tree import apply_overrides, dump_yaml
 from megalith.errors import DataError
 from megalith.hf.release import release_run
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
@@ -270,6 +271,31 @@ def test_workers_get_the_same_options_and_every_prompt(
     assert argv[:2] == ["generate", f"{run}/checkpoints/step_0000007"]
     options = parse_options(GenerateOptions, argv[1:], prog="x")
     assert (options.top_k, options.greedy, options.nproc, options.prompts) == (7, True, 1, ())
+
+
+def test_settings_of_the_engine_reach_the_workers_and_change_no_token(
+    run: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", run, "abab", "--max-new-tokens", "30", "--greedy", "--json"]
+    assert main(words) == 0
+    expected = json.loads(capfd.readouterr().out)["results"]
+    drafts = ["--engine.speculation.method", "ngram", "--engine.speculation.num_draft_tokens=2"]
+    assert main([*words, *drafts]) == 0
+    assert json.loads(capfd.readouterr().out)["results"] == expected
+    started = list[list[str]]()
+
+    def start(argv: list[str], nproc: int) -> int:
+        started.append(argv)
+        return 0
+
+    monkeypatch.setattr("megalith.launch.launcher.run_workers", start)
+    assert main([*words, *drafts, "--nproc", "2"]) == 0
+    rest, overrides = split_overrides(started[0][1:], ServeRun)
+    speculation = apply_overrides(ServeRun(), overrides).engine.speculation
+    assert (speculation.method, speculation.num_draft_tokens) == ("ngram", 2)
+    assert parse_options(GenerateOptions, rest, prog="x").greedy
+    assert main([*words, "--engine.speculation.num_draft_tokens", "0"]) == 2
+    assert "speculation.num_draft_tokens=0 must be at least 1" in capfd.readouterr().err
 
 
 def test_every_option_reaches_the_workers() -> None:

@@ -105,7 +105,7 @@ class ReferenceProposer:
 def count_accepted(engine: InferenceEngine) -> tuple[int, int]:
     """Return the numbers of draft tokens and of accepted ones."""
     stats = engine.scheduler.make_stats()
-    return sum(stats.num_draft_tokens_per_pos), sum(stats.num_accepted_tokens_per_pos)
+    return stats.num_draft_tokens, stats.num_accepted_tokens
 
 
 def run(

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import CacheConfig, EngineConfig
+from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.errors import ConfigError, DataError
 from megalith.infer import engine
@@ -264,6 +264,29 @@ def test_metrics_measure_the_latency_of_a_slow_model(
     assert value("time_to_first_token_seconds_sum") == 0.25
     assert value("inter_token_latency_seconds_count") == 5
     assert value("inter_token_latency_seconds_sum") == 5 * 0.25
+
+
+def test_metrics_count_drafts_by_position(run: Path) -> None:
+    metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
+    config = EngineConfig(speculation=SpeculationConfig(method="ngram", num_draft_tokens=3))
+    llm = LLM(run, config=config, callbacks=[metrics])
+    for _ in range(2):  # counters go on
+        llm.generate([[1, 2] * 9], SamplingParams(max_new_tokens=40, temperature=0.0))
+        stats = llm.engine.scheduler.make_stats()
+        text = metrics.render(stats)
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+    def value(name: str, labels: str = "") -> float:
+        return float(samples[f'megalith_spec_decode_{name}_total{{model_name="tiny"{labels}}}'])
+
+    assert value("num_drafts") == stats.num_drafts > 0
+    assert value("num_draft_tokens") == sum(stats.num_draft_tokens_per_pos)
+    per_position = [
+        value("num_accepted_tokens_per_pos", f',position="{position}"')
+        for position in range(len(stats.num_accepted_tokens_per_pos))
+    ]
+    assert per_position == list(stats.num_accepted_tokens_per_pos)
+    assert value("num_accepted_tokens") == sum(per_position) > 0
 
 
 def test_error_after_the_first_event_ends_the_stream_without_done() -> None:

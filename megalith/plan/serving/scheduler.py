@@ -149,6 +149,16 @@ class SchedulerStats:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     """Accepted draft tokens by position."""
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of draft tokens."""
+        return sum(self.num_draft_tokens_per_pos)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of accepted draft tokens."""
+        return sum(self.num_accepted_tokens_per_pos)
+
 
 class Scheduler:
     """Queue of sequences, and the blocks and rows of those that run.
