@@ -97,6 +97,14 @@ NO_BREAK_SPACE = "\u00a0"
 _FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset", "1", "0")
 
 
+def join_overrides(overrides: Mapping[str, Override]) -> list[str]:
+    """Return the words of overrides on a command line."""
+    words: list[str] = []
+    for name, value in overrides.items():
+        words += [f"--{name}", *([value] if isinstance(value, str) else value)]
+    return words
+
+
 def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[str, Override]]:
     """Extract dotted overrides such as `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b` and
     `--seed 3` from `argv`.

@@ -13,12 +13,14 @@ from typing import IO, TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options
+from megalith.cli.arguments import join_overrides, parse_options, split_overrides
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
+from megalith.config.fields import range_problems
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
-from megalith.config.serve import Quantization
+from megalith.config.serve import EngineConfig, GenerateRun
+from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
@@ -31,6 +33,7 @@ EXIT, RESET, HELP = "/exit", "/reset", "/help"
 DEFAULT_TEMPERATURE = (
     0.6  # as in generation_config.json of Llama 3 and Qwen3; at 1.0 small models make mistakes
 )
+ONE_SEQUENCE = EngineConfig(max_num_seqs=1)
 TIMEOUT_SECONDS = 7 * 24 * 3600.0  # collectives wait while the user types
 
 
@@ -40,6 +43,7 @@ class ChatOptions:
     end of input exits.
 
     In a pipe, every line is a turn: `echo "What is 3 plus 4?" | megalith chat runs/sft_tiny`.
+    Settings of the engine are options too, such as --engine.quantization int8.
     """
 
     source: Positional[str]
@@ -80,10 +84,6 @@ class ChatOptions:
     """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
     plain definitions."""
 
-    quantization: Quantization = "none"
-    """Format of the weights. int8: one scale per output channel, a quarter of fp32's memory, faster
-    on CPUs."""
-
     mlp_chunks: int = 1
     """Number of chunks into which the MLP splits the tokens of a prompt: less memory for long
     prompts, same results."""
@@ -101,25 +101,26 @@ class ChatOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megalith chat`."""
-    options = parse_options(ChatOptions, argv, prog="megalith chat")
-    raise_all(option_problems(options))
+    rest, overrides = split_overrides(argv, GenerateRun)
+    options = parse_options(ChatOptions, rest, prog="megalith chat", root=GenerateRun)
+    config = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides).engine
+    raise_all(option_problems(options) + range_problems(config))
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
-        return run_chat(options)
+        return run_chat(options, config)
     # report errors of the source once, not per worker
     open_source(options.source, options.nproc, base=options.base)
+    words = ["chat", *build_worker_arguments(options), *join_overrides(overrides)]
     if options.input is not None:
-        return run_workers(["chat", *build_worker_arguments(options)], options.nproc)
+        return run_workers(words, options.nproc)
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
         # workers cannot read the terminal's input
         pipe = f"{folder}/turns"
         os.mkfifo(pipe)
         threading.Thread(target=_forward_stdin, args=(pipe,), daemon=True).start()
-        return run_workers(
-            ["chat", *build_worker_arguments(options), f"--input={pipe}"], options.nproc
-        )
+        return run_workers([*words, f"--input={pipe}"], options.nproc)
 
 
 def _forward_stdin(pipe: str) -> None:
@@ -169,7 +170,7 @@ def settings(options: ChatOptions) -> SamplingParams:
     )
 
 
-def run_chat(options: ChatOptions) -> int:
+def run_chat(options: ChatOptions, config: EngineConfig) -> int:
     """Load the model and chat, as one rank of the job that the environment describes; rank 0
     reads input and prints."""
     from megalith.infer.load import open_source
@@ -187,10 +188,10 @@ def run_chat(options: ChatOptions) -> int:
     set_threads(worker, None)
     world_group = connect(worker, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        check_consistent_settings(asdict(options), world_group)
+        check_consistent_settings(asdict(options) | {"engine": to_dict(config)}, world_group)
         if worker.rank == 0:
             print_warnings(source)
-        chat = open_chat(options, source, worker)
+        chat = open_chat(options, config, source, worker)
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
             forgiving = gather_objects(turns is not None and turns.person, world_group)[0] is True
             for line in read_lines(turns, world_group):
@@ -208,7 +209,9 @@ def run_chat(options: ChatOptions) -> int:
     return 0
 
 
-def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "Chat":
+def open_chat(
+    options: ChatOptions, config: EngineConfig, source: "Pretrained", worker: "Worker"
+) -> "Chat":
     """Load this rank's model for chat; a missing template is reported before weights are read."""
     import torch
 
@@ -230,9 +233,9 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-        quantization=options.quantization,
+        quantization=config.quantization,
     )
-    return Chat(generator, template, settings(options), options.system)
+    return Chat(generator, template, settings(options), config, options.system)
 
 
 @dataclass(frozen=True, slots=True)

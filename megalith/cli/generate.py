@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.arguments import join_overrides, parse_options, split_overrides
 from megalith.cli.output import print_json, print_warnings
 from megalith.config.fields import range_problems
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig, Quantization
-from megalith.config.server import ServeRun
+from megalith.config.serve import EngineConfig, GenerateRun
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -85,10 +84,6 @@ class GenerateOptions:
     """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
     plain definitions."""
 
-    quantization: Quantization = "none"
-    """Format of the weights. int8: one scale per output channel, a quarter of fp32's memory, faster
-    on CPUs."""
-
     mlp_chunks: int = 1
     """Number of chunks into which the MLP splits the tokens of a prompt: less memory for long
     prompts, same results."""
@@ -106,9 +101,9 @@ class GenerateOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megalith generate`."""
-    rest, overrides = split_overrides(argv, ServeRun)
-    options = parse_options(GenerateOptions, rest, prog="megalith generate")
-    config = apply_overrides(ServeRun(), overrides).engine
+    rest, overrides = split_overrides(argv, GenerateRun)
+    options = parse_options(GenerateOptions, rest, prog="megalith generate", root=GenerateRun)
+    config = apply_overrides(GenerateRun(), overrides).engine
     raise_all(option_problems(options) + range_problems(config))
     prompts = read_prompts(options)
     from megalith.infer.load import open_source
@@ -123,9 +118,7 @@ def main(argv: list[str]) -> int:
         file.write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
         )
-        words = build_worker_arguments(options, path, file)
-        for name, value in overrides.items():
-            words += [f"--{name}", *([value] if isinstance(value, str) else value)]
+        words = [*build_worker_arguments(options, path, file), *join_overrides(overrides)]
         return run_workers(["generate", *words], options.nproc)
 
 
@@ -229,7 +222,7 @@ def generate_all(
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-        quantization=options.quantization,
+        quantization=config.quantization,
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()

@@ -75,3 +75,10 @@ class EngineConfig:
 
     seed: int = 1234
     """Seed from which the seeds of requests without one are derived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRun:
+    """Settings of `megalith generate` and `megalith chat` besides their options."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)

@@ -23,12 +23,13 @@ class Chat:
     generator: TextGenerator
     template: ChatTemplate
     params: SamplingParams
+    config: EngineConfig
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     engine: InferenceEngine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = build_engine(self.generator, EngineConfig(max_num_seqs=1))
+        self.engine = build_engine(self.generator, self.config)
         self.reset()
 
     def reset(self) -> None:

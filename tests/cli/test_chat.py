@@ -13,6 +13,7 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options
 from megalith.cli.chat import (
+    ONE_SEQUENCE,
     ChatOptions,
     build_worker_arguments,
     handle_turn,
@@ -211,7 +212,7 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
 ) -> None:
     options = parse_options(ChatOptions, [tuned, "--max-new-tokens", "30", "--greedy"], prog="x")
     worker = Worker.from_environment({})
-    run_chat = open_chat(options, open_source(tuned, 1), worker)
+    run_chat = open_chat(options, ONE_SEQUENCE, open_source(tuned, 1), worker)
     shown: list[str] = []
 
     def impatient(text: str) -> None:
@@ -230,7 +231,7 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
     before = list(run_chat.messages)
     monkeypatch.setattr(command, "print_now", shown.append)
     handle_turn(run_chat, "xyz", first=True)
-    again = open_chat(options, open_source(tuned, 1), worker)
+    again = open_chat(options, ONE_SEQUENCE, open_source(tuned, 1), worker)
     again.messages = before
     assert again.reply("xyz", lambda text: None) == run_chat.messages[-1]["content"], (
         "what was read is still right"

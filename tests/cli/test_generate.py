@@ -311,7 +311,6 @@ def test_every_option_reaches_the_workers() -> None:
         "json": True,
         "base": "b",
         "kernels": "reference",
-        "quantization": "int8",
         "mlp_chunks": 2,
     }
     options = GenerateOptions(source="x", prompts=("a",), file="f", nproc=4, **values)

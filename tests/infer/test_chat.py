@@ -8,6 +8,7 @@ import torch
 
 from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
+from megalith.config.serve import EngineConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import ConfigError, DataError
@@ -52,6 +53,7 @@ def new_chat(model: Decoder, template: str = "chatml", system: str | None = None
         TextGenerator(model, ByteTokenizer(), frozenset({256})),
         ChatTemplate("t", BUILT_IN[template], specials),
         GREEDY,
+        EngineConfig(max_num_seqs=1),
         system,
     )
 

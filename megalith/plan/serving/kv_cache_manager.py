@@ -168,7 +168,6 @@ class KVCacheManager:
                 self.allocator.release(block)
             del table[num_blocks:]
         state.capacity = num_blocks * self.block_size
-        self._mark_changed(state)
 
     def share(self, parent: SequenceState, child: SequenceState) -> None:
         """Let a new sequence reference the blocks of all computed tokens of `parent`."""
