@@ -3,6 +3,7 @@
 #   make quickstart   install, then train a small GPT on text that is already on this machine
 #   make test         install, then the tests (about 14 minutes on two idle cores)
 #   make test-all     the same and the slow ones
+#   make clients      langchain-openai, litellm and lm-eval, installed beside the project, against a server
 #   make lint         formatter, linter, type checker, project rules, links, generated parts of the docs
 #   make browser      the tests of the chat page; they need Chromium (apt install chromium)
 #   make bench        every benchmark; each prints a ratio
@@ -39,10 +40,10 @@ COVERAGE_OPTIONS = $(if $(filter 1,$(COVERAGE)),--cov=megalith --cov-report=json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all browser lint lint-ruff lint-format lint-types lint-rules lint-links lint-map fmt bench install install-dev clean
+.PHONY: help quickstart test test-all browser clients lint lint-ruff lint-format lint-types lint-rules lint-links lint-map fmt bench install install-dev clean
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,9s/^# *//p' Makefile
 
 quickstart: $(RUNTIME)
 	$(MEGALITH) quickstart
@@ -58,6 +59,10 @@ test-all: $(DEV)
 browser: $(DEV)
 	@$(PY) -c "import playwright" 2>/dev/null || $(PIP_INSTALL) --editable '.[browser]'
 	$(PY) -m pytest -m browser tests/browser
+
+clients: $(DEV) build/clients-venv/.installed
+	MEGALITH_PYTHON="$$(command -v $(PY))" build/clients-venv/bin/python -m pytest -W ignore::UserWarning:pydantic \
+	  --confcutdir=tests/clients tests/clients
 
 lint: lint-ruff lint-format lint-types lint-rules lint-links lint-map
 
@@ -108,6 +113,12 @@ install-dev: $(DEV)
 
 .venv/.dev-installed: .venv/.runtime-installed
 	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+# The clients' requirements may contradict those of the project.
+build/clients-venv/.installed: tests/clients/requirements.txt
+	@test -x build/clients-venv/bin/python || $(PYTHON) -m venv build/clients-venv
+	build/clients-venv/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --requirement $<
 	@touch $@
 
 clean:
