@@ -1,13 +1,17 @@
-"""Inference engine beside the continuous batching of transformers, on this CPU, with the same
-weights.
+"""Inference engine beside the continuous batching of transformers, and ctranslate2 where installed,
+on this CPU, with the same weights.
 
-    python benchmarks/engine.py [--models 29m,110m] [--requests 1,4,16,64] [--threads 2]
+    python benchmarks/engine.py [--models 29m,110m] [--requests 1,4,8,16,64] [--threads 2]
     python benchmarks/engine.py --speculation ngram   # beside the engine without draft tokens
 
 Requests have mixed prompt lengths, arrive together and generate greedily without stopping at an end
 token. All contenders take turns in one process. A line shows output tokens per second and how many
 times as fast the engine is: the median over the rounds of the ratio of two times of the same round,
-and its quartiles. Before, the tokens of both are compared in fp32.
+and its quartiles. Before, the tokens are compared in fp32. ctranslate2 has the ways of
+`CTranslate2Llama.generate` and is compared in fp32 at 1 and 8 requests.
+
+The last line of a model is the time to the first token (TTFT) of a prompt of 2,000 tokens, of which
+the prefix cache holds 90 %, against the same without a hit.
 
 With --speculation the peer is the engine without draft tokens. Greedy text of random weights soon
 repeats itself; sampled text is random.
@@ -20,9 +24,11 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from contenders.ctranslate2_llama import CTranslate2Llama, is_installed
 from paired import take_turns, times_as_fast
 from transformers import (
     ContinuousBatchingConfig,
@@ -43,6 +49,9 @@ SIZES: dict[str, dict[str, int]] = {
     "110m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
 }
 VOCAB = {"tiny": 512, "29m": 8192, "110m": 32000}
+CTRANSLATE2_REQUESTS = (1, 8)
+PREFIX_TOKENS, SUFFIX_TOKENS = 1800, 200
+BAR_CTRANSLATE2, BAR_PREFIX = 0.9, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +134,7 @@ def main() -> None:
     """Print a line for every model and number of requests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="29m,110m")
-    parser.add_argument("--requests", default="1,4,16,64")
+    parser.add_argument("--requests", default="1,4,8,16,64")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--dtypes", default="fp32,bf16", help="the peer uses its faster one")
     parser.add_argument("--threads", type=int, default=2)
@@ -143,14 +152,51 @@ def main() -> None:
                     measure_speculation(name, folder, count, options)
                     continue
                 ratios.append(measure(name, folder, count, options))
+            if options.speculation is None:
+                measure_prefix(folder, VOCAB[name], rounds=options.rounds)
     if ratios:
         print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
 
 
 def measure(name: str, folder: str, count: int, options: argparse.Namespace) -> float:
     """Measure one number of requests; returns how many times as fast the engine's faster dtype is
-    as the peer's faster dtype."""
+    as the dtype in which transformers is faster."""
     load = build_load(name, count, options.new_tokens)
+    contenders = build_contenders(name, folder, load, options)
+    if "engine fp32" in contenders:
+        expected = contenders["engine fp32"]()
+        others = [key for key in contenders if key.startswith(("transformers fp32", "ctranslate2"))]
+        same = all(contenders[key]() == expected for key in others)
+        print(f"{name}, {count} requests: {'the same' if same else 'OTHER'} tokens")
+    seconds = take_turns(contenders, rounds=options.rounds, warmup=1).seconds
+    num_tokens = count * options.new_tokens
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    for key, median in medians.items():
+        print(f"  {key:22} {num_tokens / median:9.1f} tokens/s")
+
+    def fastest(prefix: str) -> str:
+        names = [key for key in medians if key.startswith(f"{prefix} ")]
+        return min(names, key=medians.__getitem__)
+
+    engine, peer = fastest("engine"), fastest("transformers")
+    ratio = times_as_fast(seconds[engine], seconds[peer])
+    print(f"  {engine} / {peer}: {ratio}")
+    if "engine, one by one" in medians:
+        speedup = times_as_fast(seconds["engine fp32"], seconds["engine, one by one"])
+        print(f"  batched / one by one: {speedup}")
+    if any(key.startswith("ctranslate2") for key in medians):
+        peer = fastest("ctranslate2")
+        against = times_as_fast(seconds["engine fp32"], seconds[peer])
+        verdict = "holds " if against.median >= BAR_CTRANSLATE2 else "MISSED"
+        print(f"  engine fp32 / {peer}: {against}, {verdict} >= {BAR_CTRANSLATE2}")
+    return ratio.median
+
+
+def build_contenders(
+    name: str, folder: str, load: Load, options: argparse.Namespace
+) -> dict[str, Callable[[], list[list[int]]]]:
+    """Return the contenders for one number of requests."""
+    count = len(load.prompts)
     contenders: dict[str, Callable[[], list[list[int]]]] = {}
     for dtype_name in options.dtypes.split(","):
         dtype = DTYPES[dtype_name]
@@ -160,26 +206,35 @@ def measure(name: str, folder: str, count: int, options: argparse.Namespace) -> 
             contenders["engine, one by one"] = sequential_contender(llm, load)
         peer = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
         contenders[f"transformers {dtype_name}"] = transformers_contender(peer, load)
-    if "engine fp32" in contenders:
-        same = contenders["engine fp32"]() == contenders["transformers fp32"]()
-        print(f"{name}, {count} requests: {'the same' if same else 'OTHER'} tokens")
-    turns = take_turns(contenders, rounds=options.rounds, warmup=1)
-    num_tokens = count * options.new_tokens
-    medians = {key: statistics.median(values) for key, values in turns.seconds.items()}
-    for key, seconds in medians.items():
-        print(f"  {key:22} {num_tokens / seconds:9.1f} tokens/s")
-    best = {
-        system: min(
-            (key for key in medians if key.startswith(f"{system} ")), key=medians.__getitem__
-        )
-        for system in ("engine", "transformers")
-    }
-    ratio = times_as_fast(turns.seconds[best["engine"]], turns.seconds[best["transformers"]])
-    print(f"  {best['engine']} / {best['transformers']}: {ratio}")
-    if "engine, one by one" in medians:
-        speedup = times_as_fast(turns.seconds["engine fp32"], turns.seconds["engine, one by one"])
-        print(f"  batched / one by one: {speedup}")
-    return ratio.median
+    if "fp32" in options.dtypes and count in CTRANSLATE2_REQUESTS and is_installed():
+        model = CTranslate2Llama(Path(folder), VOCAB[name], threads=options.threads)
+        arguments = load.prompts, load.new_tokens
+        contenders["ctranslate2 batch"] = lambda: model.generate(*arguments, batched=True)
+        if count > 1:
+            contenders["ctranslate2 workers"] = lambda: model.generate(*arguments, batched=False)
+    return contenders
+
+
+def measure_prefix(folder: str, vocab_size: int, *, rounds: int) -> None:
+    """Print how many times as early the first token of a long prompt is with a prefix hit."""
+    llm = LLM(load_generator(folder, dtype=torch.float32))
+    draw = random.Random(0)
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    prefix = [draw.randrange(1, vocab_size) for _ in range(PREFIX_TOKENS)]
+
+    def generate(*, is_hit: bool) -> None:
+        if not is_hit:
+            llm.engine.scheduler.reset_prefix_cache()
+        suffix = [draw.randrange(1, vocab_size) for _ in range(SUFFIX_TOKENS)]
+        (output,) = llm.generate([prefix + suffix], params)
+        assert (output.num_cached_tokens >= PREFIX_TOKENS - 16) == is_hit, output.num_cached_tokens
+
+    generate(is_hit=False)
+    contenders = {"hit": lambda: generate(is_hit=True), "miss": lambda: generate(is_hit=False)}
+    seconds = take_turns(contenders, rounds=rounds, warmup=1).seconds
+    ratio = times_as_fast(seconds["hit"], seconds["miss"])
+    verdict = "holds " if ratio.median >= BAR_PREFIX else "MISSED"
+    print(f"  TTFT without / with a prefix hit: {ratio}, {verdict} >= {BAR_PREFIX}")
 
 
 def measure_speculation(name: str, folder: str, count: int, options: argparse.Namespace) -> None:
