@@ -9,6 +9,9 @@ Quantization = Literal["none", "int8"]
 """Format of the weights of matmuls during inference. none: the dtype of the model; int8: one scale
 per output channel, activations keep their dtype."""
 
+Pooling = Literal["last", "mean"]
+"""Hidden state that is the embedding of a text: that of its last token, or the mean."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:

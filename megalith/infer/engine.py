@@ -19,12 +19,13 @@ from torch import Tensor
 
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.model import ModelConfig
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError, raise_all
 from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import Completion, RequestOutput, Timings, TokenOutput
-from megalith.infer.runner import ModelRunner, StepLogits
+from megalith.infer.pooling import HiddenStatePooler
+from megalith.infer.runner import ModelRunner, PromptNeeds, StepLogits
 from megalith.infer.sample import (
     SampledToken,
     SampleRow,
@@ -85,6 +86,9 @@ class _Request:
     seed: int
     deadline: float | None
     bad_word_ids: tuple[tuple[int, ...], ...]
+    pooler: HiddenStatePooler | None
+    """Set if the request asks for an embedding."""
+
     choices: list[_Choice] = field(default_factory=list)
     """The first choice, and after its first token the others."""
 
@@ -144,11 +148,13 @@ class InferenceEngine:
         *,
         salt: bytes = b"",
         arrival_time: float | None = None,
+        pooling: Pooling | None = None,
     ) -> int:
         """Add a request and return its number.
 
         `salt`: requests with different salts share no cached prefix; `arrival_time`: when it
-        reached the front end, on the monotonic clock.
+        reached the front end, on the monotonic clock; `pooling`: return an embedding of the prompt
+        and no tokens, with max_new_tokens=0.
 
         Raises:
             ConfigError: the sampling parameters are invalid.
@@ -156,6 +162,7 @@ class InferenceEngine:
         """
         problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
         problems = problems or text_problems(params, self._tokenizer)
+        problems += pooling_problems(params, pooling)
         if params.deadline_s is not None and self._tensor_parallel:
             problems.append(
                 f"deadline_s={params.deadline_s}: the clocks of tensor-parallel ranks differ, so "
@@ -178,7 +185,8 @@ class InferenceEngine:
         bad_word_ids = (
             () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
         )
-        request = _Request(output, params, seed, deadline, bad_word_ids)
+        pooler = None if pooling is None else HiddenStatePooler(pooling)
+        request = _Request(output, params, seed, deadline, bad_word_ids, pooler)
         if params.cache_salt is not None:
             salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
         choice = self._new_choice(request, 0, salt)
@@ -267,7 +275,8 @@ class InferenceEngine:
             num_prompt_tokens=len(prompt),
             priority=params.priority,
             salt=salt,
-            reads_prefix_cache=params.prompt_logprobs is None,
+            reads_prefix_cache=params.prompt_logprobs is None
+            and not (request.pooler is not None and request.pooler.needs_all_tokens),
             recompute_length=recompute_length,
             one_token_after_prompt=depends_on_step,
         )
@@ -385,7 +394,7 @@ class InferenceEngine:
         cause the error fail."""
         states = {row.seq_id: self._choices[row.seq_id].state for row in plan.rows}
         try:
-            return self.runner.execute(plan, states, self._needs_prompt_logits(plan)), []
+            return self.runner.execute(plan, states, self._prompt_needs(plan)), []
         except Exception as error:
             if self._tensor_parallel:
                 # The ranks would not agree on the next collective, so nothing is tried again.
@@ -396,15 +405,18 @@ class InferenceEngine:
             self.scheduler.discard(plan)
             raise
 
-    def _needs_prompt_logits(self, plan: StepPlan) -> frozenset[int]:
-        """Return the sequences whose prompt log-probs are requested and not complete."""
-        numbers = []
+    def _prompt_needs(self, plan: StepPlan) -> PromptNeeds:
+        """Return the sequences whose prompt log-probs are requested and not complete, and those
+        whose hidden states are pooled."""
+        logits, hidden = [], []
         for row in plan.rows:
-            output = self._choices[row.seq_id].request.output
-            recorded = output.prompt_logprobs
-            if recorded is not None and len(recorded) < len(output.prompt_token_ids) - 1:
-                numbers.append(row.seq_id)
-        return frozenset(numbers)
+            request = self._choices[row.seq_id].request
+            recorded = request.output.prompt_logprobs
+            if recorded is not None and len(recorded) < len(request.output.prompt_token_ids) - 1:
+                logits.append(row.seq_id)
+            if request.pooler is not None:
+                hidden.append(row.seq_id)
+        return PromptNeeds(frozenset(logits), frozenset(hidden))
 
     def _execute_rows(
         self, plan: StepPlan, states: dict[int, SequenceState]
@@ -430,17 +442,18 @@ class InferenceEngine:
         rows = tuple(row for part in parts for row in part.rows)
         next_token = torch.cat([part.next_token for part in parts])
         prompt = {number: rows for part in parts for number, rows in part.prompt.items()}
-        return StepLogits(rows, next_token, prompt), failures
+        hidden = {number: rows for part in parts for number, rows in part.hidden.items()}
+        return StepLogits(rows, next_token, prompt, hidden), failures
 
     def _execute_row(
         self, row: PlannedRow, copies: tuple[BlockCopy, ...], states: dict[int, SequenceState]
     ) -> StepLogits:
         plan = StepPlan((row,), copies, ())
-        wanted = self._needs_prompt_logits(plan)
+        needs = self._prompt_needs(plan)
         try:
-            return self.runner.execute(plan, states, wanted)
+            return self.runner.execute(plan, states, needs)
         except Exception:
-            if row.count == 1 or wanted:
+            if row.count == 1 or any(needs):
                 raise
         half = row.count // 2
         first = replace(row, count=half, samples=False)
@@ -494,6 +507,9 @@ class InferenceEngine:
         the outputs."""
         for number, prompt_rows in logits.prompt.items():
             outputs += self._add_prompt_logprobs(plan, number, prompt_rows)
+        for row in plan.rows:
+            if row.seq_id in logits.hidden:
+                outputs += self._add_hidden_states(row, logits.hidden[row.seq_id])
         verified: list[tuple[_Choice, tuple[int, ...]]] = []  # choices and their drafts
         indices: list[int] = []
         end = 0
@@ -624,6 +640,19 @@ class InferenceEngine:
             return self._end_request(request, "error", error=str(error))
         return []
 
+    def _add_hidden_states(self, row: PlannedRow, hidden: Tensor) -> list[TokenOutput]:
+        """Pool the hidden states of a chunk; returns the end of the request after the last one."""
+        request = self._choices[row.seq_id].request
+        assert request.pooler is not None, "its hidden states are requested"
+        request.pooler.add(row.start, hidden)
+        if not row.samples:
+            return []
+        try:
+            request.output.embedding = request.pooler.embedding()
+        except CheckpointError as error:
+            return self._end_request(request, "error", error=str(error))
+        return self._end_request(request, "stop")
+
 
 def _select(logits: Tensor, indices: list[int]) -> Tensor:
     """Return the rows of logits [rows, v]; the tensor itself if they are all rows in order."""
@@ -652,6 +681,19 @@ def text_problems(params: SamplingParams, tokenizer: Tokenizer | None) -> list[s
         "allowed_token_ids."
         for name, value in (("stop", params.stop), ("bad_words", params.bad_words))
         if value
+    ]
+
+
+def pooling_problems(params: SamplingParams, pooling: Pooling | None) -> list[str]:
+    """Return a message for every parameter that an embedding does not have."""
+    if pooling is None:
+        return []
+    required = {"max_new_tokens": 0, "n": 1, "prompt_logprobs": None}
+    return [
+        f"{name}={getattr(params, name)} with pooling={pooling}: an embedding has no tokens and no "
+        f"log-probs. Set {name} to {value}."
+        for name, value in required.items()
+        if getattr(params, name) != value
     ]
 
 

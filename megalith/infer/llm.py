@@ -17,10 +17,10 @@ import torch
 
 from megalith.config.generation import SamplingParams
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig, Quantization
+from megalith.config.serve import EngineConfig, Pooling, Quantization
 from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
-from megalith.errors import ConfigError, DataError, UserError
+from megalith.errors import CheckpointError, ConfigError, DataError, UserError
 from megalith.infer.chat import select_template, with_turn_end
 from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.load import TextGenerator, build_engine, load_text_generator, open_source
@@ -104,10 +104,40 @@ class LLM:
             ConfigError: sampling parameters are invalid, or are not as many as the prompts.
             DataError: a prompt is invalid; its index is named.
         """
+        return self._run(pair_prompts(prompts, params), None)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last"
+    ) -> list[list[float]]:
+        """Return the embedding of one prompt or several, in order: the hidden state after the final
+        norm of the last token, or the mean over all tokens, scaled to length 1.
+
+        Raises:
+            CheckpointError: a hidden state is zero, NaN or infinite, or its computation failed.
+            DataError: a prompt is invalid; its index is named.
+        """
+        outputs = self._run(pair_prompts(prompts, SamplingParams(max_new_tokens=0)), pooling)
+        embeddings = []
+        for index, output in enumerate(outputs):
+            if output.embedding is None:
+                raise CheckpointError(f"prompts[{index}]: {output.outputs[0].error}")
+            embeddings.append(output.embedding)
+        return embeddings
+
+    def _run(
+        self, requests: Sequence[tuple[Prompt, SamplingParams]], pooling: Pooling | None
+    ) -> list[RequestOutput]:
+        """Process requests to their end."""
         outputs: list[RequestOutput] = []
         try:
-            for index, (prompt, own_params) in enumerate(pair_prompts(prompts, params)):
-                outputs.append(_add_request(self.engine, self.generator, prompt, own_params, index))
+            for index, (prompt, params) in enumerate(requests):
+                try:
+                    output = self._add_request(prompt, params, pooling)
+                except UserError as error:
+                    raise type(error)(f"prompts[{index}]: {error}") from error
+                outputs.append(output)
+                ids = output.prompt_token_ids
+                _warn_if_clamped(self.engine, ids, params, f"prompts[{index}]")
             while self.engine.has_unfinished:
                 self.engine.step()
         except BaseException:
@@ -115,6 +145,15 @@ class LLM:
                 self.engine.abort(output.request_id)
             raise
         return outputs
+
+    def _add_request(
+        self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None
+    ) -> RequestOutput:
+        """Add a request; its result grows with every step."""
+        ids = encode_prompt(prompt, self.generator.tokenizer) if isinstance(prompt, str) else prompt
+        output = self.engine.output_of(self.engine.add_request(ids, params, pooling=pooling))
+        output.prompt = prompt if isinstance(prompt, str) else None
+        return output
 
     def chat(
         self,
@@ -215,24 +254,6 @@ def _warn_if_clamped(
             engine.max_model_len,
             len(prompt_ids),
         )
-
-
-def _add_request(
-    engine: InferenceEngine,
-    generator: TextGenerator,
-    prompt: Prompt,
-    params: SamplingParams,
-    index: int,
-) -> RequestOutput:
-    """Add a request; its result grows with every step."""
-    try:
-        ids = encode_prompt(prompt, generator.tokenizer) if isinstance(prompt, str) else prompt
-        output = engine.output_of(engine.add_request(ids, params))
-    except UserError as error:
-        raise type(error)(f"prompts[{index}]: {error}") from error
-    _warn_if_clamped(engine, ids, params, f"prompts[{index}]")
-    output.prompt = prompt if isinstance(prompt, str) else None
-    return output
 
 
 class _Command(Protocol):

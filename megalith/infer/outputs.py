@@ -91,6 +91,9 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     """For each prompt token after the first, if requested."""
 
+    embedding: list[float] | None = None
+    """Pooled hidden state of the prompt, of length 1, if requested."""
+
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were reused from earlier requests."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +24,37 @@ MAX_LOGIT_ROWS = 1024
 """Rows of hidden states that the output head projects at a time, to bound memory (heuristic)."""
 
 
+class PromptNeeds(NamedTuple):
+    """Sequences of which a step returns something about their prompt."""
+
+    logits: frozenset[int] = frozenset()
+    """Log-probs of the prompt are requested."""
+
+    hidden: frozenset[int] = frozenset()
+    """An embedding is requested, and no token."""
+
+
+NO_NEEDS = PromptNeeds()
+
+
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Logits of a step, in the dtype of the model."""
+    """Logits and hidden states of a step, in the dtype of the model."""
 
     rows: tuple[PlannedRow, ...]
     """The rows that sample, as they were executed, in the order of the plan."""
 
     next_token: Tensor
-    """[n, v]: logits of the token after the last known one and after each draft, row after row."""
+    """[n, v]: logits of the token after the last known one and after each draft, row after row;
+    sequences in `PromptNeeds.hidden` have none."""
 
     prompt: Mapping[int, Tensor]
-    """By request: logits [k, v] of the prompt tokens after the k processed ones, for requests that
-    ask for the log-probs of their prompt."""
+    """By sequence in `PromptNeeds.logits`: logits [k, v] of the prompt tokens after the k
+    processed ones."""
+
+    hidden: Mapping[int, Tensor]
+    """By sequence in `PromptNeeds.hidden`: hidden states [k, h] of the k processed tokens after
+    the final norm."""
 
 
 class ModelRunner:
@@ -55,10 +74,9 @@ class ModelRunner:
         self,
         plan: StepPlan,
         states: Mapping[int, SequenceState],
-        prompt_logits: frozenset[int] = frozenset(),
+        needs: PromptNeeds = NO_NEEDS,
     ) -> StepLogits:
-        """Process the tokens of a plan; `prompt_logits`: requests that need the logits of their
-        prompt. Keys and values are stored in the blocks of the plan."""
+        """Process the tokens of a plan. Keys and values are stored in the blocks of the plan."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
             with (
@@ -66,7 +84,7 @@ class ModelRunner:
                 loops_of_any_size(self.cache.batch_invariant),
             ):
                 hidden = self._hidden_states(plan.rows, states)
-                logits = self._logits(hidden, plan.rows, states, prompt_logits)
+                logits = self._logits(hidden, plan.rows, states, needs)
         except BaseException:
             self.cache.commit_states(succeeded=False)
             raise
@@ -96,22 +114,25 @@ class ModelRunner:
         hidden: Tensor,
         rows: Sequence[PlannedRow],
         states: Mapping[int, SequenceState],
-        prompt_logits: frozenset[int],
+        needs: PromptNeeds,
     ) -> StepLogits:
         last: list[int] = []
         prompt: dict[int, Tensor] = {}
+        pooled: dict[int, Tensor] = {}
         first = 0
         for row in rows:
-            if row.samples:
+            if row.seq_id in needs.hidden:
+                pooled[row.seq_id] = hidden[first : first + row.count]
+            elif row.samples:
                 last += range(first + row.count - 1 - len(row.draft_ids), first + row.count)
             # The logits after the last prompt token are those of the first generated token.
             num_prompt = states[row.seq_id].num_prompt_tokens - 1 - row.start
             count = min(row.count, num_prompt)
-            if row.seq_id in prompt_logits and count > 0:
+            if row.seq_id in needs.logits and count > 0:
                 prompt[row.seq_id] = self._project(hidden[first : first + count])
             first += row.count
-        sampling = tuple(row for row in rows if row.samples)
-        return StepLogits(sampling, self._project(hidden[last]), prompt)
+        sampling = tuple(row for row in rows if row.samples and row.seq_id not in needs.hidden)
+        return StepLogits(sampling, self._project(hidden[last]), prompt, pooled)
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Return logits [k, v] of hidden states [k, h], some rows at a time."""

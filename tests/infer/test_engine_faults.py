@@ -12,6 +12,7 @@ from megalith.config.generation import SamplingParams
 from megalith.infer import engine as engine_module
 from megalith.infer import runner as runner_module
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.runner import PromptNeeds
 from megalith.infer.sample import TokenCounts, prompt_logprobs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
@@ -93,12 +94,13 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         output.prompt_logprobs += prompt_logprobs(logits, next_tokens, 0, vocab_size=37)
         return []
 
-    def always(self: InferenceEngine, plan: StepPlan) -> frozenset[int]:
+    def always(self: InferenceEngine, plan: StepPlan) -> PromptNeeds:
         states = {row.seq_id: self._choices[row.seq_id] for row in plan.rows}
-        return frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
+        logits = frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
+        return PromptNeeds(logits)
 
     monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", planted)
-    monkeypatch.setattr(InferenceEngine, "_needs_prompt_logits", always)
+    monkeypatch.setattr(InferenceEngine, "_prompt_needs", always)
 
 
 def score_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
