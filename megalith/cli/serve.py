@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
+from megalith.config.serve import Pooling
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import raise_all
@@ -72,6 +73,9 @@ class ServeOptions:
     """model: sampling parameters that a request leaves out have the values of the model's
     generation_config.json; none: those of the OpenAI API."""
 
+    pooling: Pooling = "last"
+    """Embedding of a text: the hidden state of its last token, or the mean over its tokens."""
+
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
 
@@ -129,6 +133,7 @@ def build_config(options: ServeOptions) -> ServeConfig:
         max_body_bytes=options.max_body_bytes,
         drain_timeout_s=options.drain_timeout,
         generation_defaults=options.generation_defaults,
+        pooling=options.pooling,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         chat_page=options.chat_page,

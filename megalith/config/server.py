@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, Pooling
 
 MIB = 2**20
 
@@ -59,6 +59,10 @@ class ServeConfig:
 
     chat_page: bool = True
     """Serve a web page for chats at `/`."""
+
+    pooling: Pooling = "last"
+    """Embedding of a text: the hidden state of its last token, or the mean over its tokens. Models
+    are trained for one of them."""
 
     enable_admin: bool = False
     """Serve the control endpoints, such as POST /reset_prefix_cache."""

@@ -31,6 +31,7 @@ from fastapi import (  # lint: allow optional-import: imported by functions afte
 
 from megalith.serve.chat import create_chat_completion
 from megalith.serve.completions import create_completion
+from megalith.serve.embeddings import create_embeddings
 from megalith.serve.errors import ApiError, http_error, internal_error
 from megalith.serve.legacy import generate_legacy
 from megalith.serve.limits import check_content_type, parse_body, read_body
@@ -80,6 +81,7 @@ ENDPOINTS = (
     Endpoint(
         "POST", ("/v1/completions", "/completions"), create_completion, "continuations of prompts"
     ),
+    Endpoint("POST", ("/v1/embeddings", "/embeddings"), create_embeddings, "embeddings of texts"),
     Endpoint("PUT", ("/api",), generate_legacy, "text generation API of Megatron-LM"),
     Endpoint("GET", ("/v1/models",), list_models, "served models"),
     Endpoint("GET", ("/v1/models/{name:path}",), get_model, "one model"),

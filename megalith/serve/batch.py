@@ -13,6 +13,7 @@ from megalith.errors import CheckpointError, DataError
 from megalith.serve.chat import create_chat_completion
 from megalith.serve.client import LoadError, open_engine
 from megalith.serve.completions import create_completion
+from megalith.serve.embeddings import create_embeddings
 from megalith.serve.errors import ApiError, internal_error
 from megalith.serve.limits import check_document
 from megalith.serve.metrics import HttpMetrics
@@ -23,6 +24,7 @@ _logger = logging.getLogger(__name__)
 FUNCTIONS = {
     "/v1/completions": create_completion,
     "/v1/chat/completions": create_chat_completion,
+    "/v1/embeddings": create_embeddings,
 }
 """Endpoints that a request of a batch can name."""
 

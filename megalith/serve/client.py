@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.config.generation import SamplingParams
+from megalith.config.serve import Pooling
 from megalith.serve.errors import ApiError
 from megalith.serve.model_info import ModelInfo
 from megalith.serve.protocol import (
@@ -48,6 +49,8 @@ class PromptRequest:
 
     token_ids: list[int]
     params: SamplingParams
+    pooling: Pooling | None = None
+    """Return an embedding instead of tokens."""
 
 
 @dataclass(slots=True)
@@ -153,7 +156,9 @@ class EngineClient:
             self.num_prompt_tokens += len(request.token_ids)
             name = uid if len(requests) == 1 else f"{uid}-{index}"
             params = request.params.to_dict()
-            self._send(AddRequest(number, name, request.token_ids, params, arrival_time))
+            self._send(
+                AddRequest(number, name, request.token_ids, params, arrival_time, request.pooling)
+            )
         try:
             yield generation
         finally:

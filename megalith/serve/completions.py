@@ -133,21 +133,26 @@ async def parse_completion_request(
     )
 
 
-async def encode_prompts(value: Any, model: ServedModel) -> list[EncodedPrompt]:  # JSON
-    """Return the prompts of a request: a text, token ids, or a list of either.
+async def encode_prompts(
+    value: Any,  # JSON
+    model: ServedModel,
+    *,
+    name: str = "prompt",
+) -> list[EncodedPrompt]:
+    """Return the prompts of a request: a text, token ids, or a list of either; `name`: their field.
 
     Raises:
         ApiError: they are invalid.
     """
     if value is None:
-        raise invalid('prompt is missing. Use a text, such as "Hello".', "prompt")
+        raise invalid(f'{name} is missing. Use a text, such as "Hello".', name)
     is_batch = isinstance(value, list) and (not value or isinstance(value[0], str | list))
     items = value if is_batch else [value]
     if not items:
-        raise invalid("prompt is an empty list. Use at least one prompt.", "prompt")
+        raise invalid(f"{name} is an empty list. Use at least one text.", name)
     prompts = []
     for index, item in enumerate(items):
-        where = f"prompt[{index}]" if is_batch else "prompt"
+        where = f"{name}[{index}]" if is_batch else name
         if isinstance(item, str):
             prompts.append(EncodedPrompt(await encode_text(item, model.tokenizer, where), item))
         else:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -172,7 +173,10 @@ class EngineServer:
         try:
             params = SamplingParams.from_dict(message.params)
             number = self.engine.add_request(
-                message.prompt_token_ids, params, arrival_time=message.arrival_time
+                message.prompt_token_ids,
+                params,
+                arrival_time=message.arrival_time,
+                pooling=message.pooling,
             )
         except UserError as error:
             self.send(RequestRejected(message.request_id, 400, str(error)))
@@ -255,11 +259,12 @@ def describe(error: Exception) -> str:
 
 def _prompt_result(request: _ClientRequest) -> PromptResult:
     output = request.output
-    logprobs = output.prompt_logprobs
+    logprobs, embedding = output.prompt_logprobs, output.embedding
     return PromptResult(
         request.request_id,
         output.num_cached_tokens,
         None if logprobs is None else [_logprobs_array(item) for item in logprobs],
+        None if embedding is None else struct.pack(f"<{len(embedding)}f", *embedding),
     )
 
 
@@ -364,6 +369,7 @@ def describe_model(
         turn_end_text=turn_end[1],
         max_model_len=engine.max_model_len,
         vocab_size=engine.model_config.vocab_size,
+        hidden_size=engine.model_config.hidden_size,
         max_num_seqs=engine.config.max_num_seqs,
         generation_defaults=read_generation_defaults(source),
     )

@@ -34,6 +34,7 @@ class ModelInfo:
 
     max_model_len: int
     vocab_size: int
+    hidden_size: int
     max_num_seqs: int
     generation_defaults: dict[str, Any]
     """Sampling parameters of the model's generation_config.json."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
+from megalith.config.serve import Pooling
 from megalith.infer.stopping_criteria import FinishReason
 
 
@@ -29,6 +30,9 @@ class AddRequest:
     params: dict[str, Any]  # JSON, see SamplingParams.to_dict
     arrival_time: float
     """Arrival at the HTTP process, on the monotonic clock of the machine."""
+
+    pooling: Pooling | None
+    """Return an embedding of the prompt instead of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,9 @@ class PromptResult:
     num_cached_tokens: int
     prompt_logprobs: list[Any] | None
     """`Logprobs` of each prompt token after the first, as arrays."""
+
+    embedding: bytes | None
+    """Little-endian fp32."""
 
 
 @dataclass(frozen=True, slots=True)

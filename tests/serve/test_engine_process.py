@@ -54,14 +54,15 @@ from megalith.serve.state import ServerState
 from tests.serve.servers import ROOT
 
 MESSAGES: tuple[Message, ...] = (
-    AddRequest(1, "uid", [1, 2], {"temperature": 0.5}, 3.5),
+    AddRequest(1, "uid", [1, 2], {"temperature": 0.5}, 3.5, None),
+    AddRequest(1, "uid", [1, 2], {"max_new_tokens": 0}, 3.5, "mean"),
     AbortRequest(1),
     EngineCall(2, "stats"),
     Reply(2, {"a": [1, None]}),
     Ready({"path": "x"}),
     LoadFailed("why"),
     RequestRejected(1, 400, "why"),
-    StepOutputs([[1, 0, None]], [[1, 0, 97, "a", None, None, None, None, False]]),
+    StepOutputs([[1, 0, None, b"1234"]], [[1, 0, 97, "a", None, None, None, None, False]]),
 )
 
 
@@ -82,8 +83,9 @@ BAD_FRAMES = (
     msgpack.packb([21]),
     msgpack.packb([21, "1"]),
     msgpack.packb([21, True]),
-    msgpack.packb([20, 1, "uid", "text", {}, 0.0]),
-    msgpack.packb([20, 1, "uid", [1], {}, None]),
+    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3]),
     msgpack.packb([30, 1, "stats", 2]),
 )
 
@@ -154,7 +156,7 @@ def peer(tmp_path: Path, run: Path) -> Iterator[Peer]:
 def request(number: int, **params: Any) -> AddRequest:
     """A request of a few tokens."""
     plain = SamplingParams(max_new_tokens=3, seed=1, ignore_eos=True).to_dict()
-    return AddRequest(number, f"uid-{number}", [1, 2, 3], plain | params, time.monotonic())
+    return AddRequest(number, f"uid-{number}", [1, 2, 3], plain | params, time.monotonic(), None)
 
 
 def test_loop_drops_malformed_frames_and_answers_commands(peer: Peer) -> None:
@@ -357,6 +359,7 @@ def test_generation_defaults_apply_to_fields_that_a_request_leaves_out() -> None
         turn_end_text="",
         max_model_len=100,
         vocab_size=257,
+        hidden_size=12,
         max_num_seqs=4,
         generation_defaults={"temperature": 0.5, "top_k": 7},
     )

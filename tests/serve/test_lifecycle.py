@@ -11,6 +11,7 @@ import httpx2
 import openai
 import pytest
 
+from megalith.infer.llm import LLM
 from tests.serve.servers import Server, running_server
 
 COMPLETIONS = "/v1/completions"
@@ -22,6 +23,7 @@ def limited(run: Path) -> Iterator[Server]:
     """A server with a key and a short queue."""
     options = ["--served-model-name", "run", "--api-key", "secret", "--max-queue", "2"]
     options += ["--engine.max-num-seqs", "2", "--max-body-bytes", "2000", "--no-chat-page"]
+    options += ["--pooling", "mean"]
     with running_server(run, *options) as server:
         server.client.headers["Authorization"] = "Bearer secret"
         yield server
@@ -67,6 +69,14 @@ def test_chat_page_can_be_off(limited: Server) -> None:
     response = limited.get("/")
     assert response.status_code == 404
     assert response.json()["error"]["message"].startswith("'/': there is no such endpoint.")
+
+
+def test_option_selects_mean_pooling(limited: Server, llm: LLM) -> None:
+    for _ in range(2):  # the second time the prefix is cached
+        response = limited.post("/v1/embeddings", {"model": "run", "input": "abc" * 20})
+        (item,) = response.json()["data"]
+        (expected,) = llm.embed("abc" * 20, pooling="mean")
+        assert item["embedding"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_body_limit_of_the_option_applies(limited: Server) -> None:
