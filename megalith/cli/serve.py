@@ -86,7 +86,14 @@ class ServeOptions:
     """Serve a web page for chats at /."""
 
     enable_admin: bool = False
-    """Serve control endpoints, such as POST /reset_prefix_cache."""
+    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache."""
+
+    max_requests_per_key: int | None = None
+    """Maximum number of concurrent requests of each API key that run the model; default: no
+    limit."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server (CORS), such as https://example.com; *: all."""
 
     log_requests: bool = False
     """Log prompts."""
@@ -138,6 +145,8 @@ def build_config(options: ServeOptions) -> ServeConfig:
         ssl_keyfile=options.ssl_keyfile,
         chat_page=options.chat_page,
         enable_admin=options.enable_admin,
+        max_requests_per_key=options.max_requests_per_key,
+        cors_origins=options.cors_origins,
         log_requests=options.log_requests,
     )
 

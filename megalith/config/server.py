@@ -1,5 +1,6 @@
 """Settings of the HTTP server: `ServeConfig`, and `ServeRun` with the engine behind it."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,7 +66,15 @@ class ServeConfig:
     are trained for one of them."""
 
     enable_admin: bool = False
-    """Serve the control endpoints, such as POST /reset_prefix_cache."""
+    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache."""
+
+    max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
+    """Maximum number of concurrent requests of each API key that run the model; more are rejected
+    with status 429. Unset: no limit."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server (CORS), such as https://example.com; *: all.
+    None: only pages of this server."""
 
     log_requests: bool = False
     """Log prompts. They are never logged otherwise."""
@@ -101,6 +110,17 @@ def serve_problems(run: ServeRun) -> list[str]:
                 "them. Use for example the output of `openssl rand -hex 32`."
             )
             break
+    if server.max_requests_per_key is not None and not server.api_keys:
+        problems.append(
+            f"--max-requests-per-key={server.max_requests_per_key}: there are no keys. Pass "
+            "--api-key too, or omit it."
+        )
+    for origin in server.cors_origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):
+            problems.append(
+                f"--cors-origins={origin}: must be * or an origin without a path, such as "
+                "https://example.com or http://localhost:3000."
+            )
     if server.served_model_name == "":
         problems.append("--served-model-name is empty. Pass a name, or omit it.")
     return problems

@@ -4,7 +4,6 @@ disconnect."""
 import asyncio
 import base64
 import hashlib
-import hmac
 import logging
 import re
 import uuid
@@ -15,7 +14,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Mapping,
-    MutableMapping,
 )
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -28,7 +26,11 @@ from fastapi import (  # lint: allow optional-import: imported by functions afte
     Request,
     Response,
 )
+from fastapi.middleware.cors import (  # lint: allow optional-import: as fastapi above
+    CORSMiddleware,
+)
 
+from megalith.serve.access import AsgiMessage, KeyLimiter, Receive, Send, check_api_key
 from megalith.serve.chat import create_chat_completion
 from megalith.serve.completions import create_completion
 from megalith.serve.embeddings import create_embeddings
@@ -36,13 +38,16 @@ from megalith.serve.errors import ApiError, http_error, internal_error
 from megalith.serve.legacy import generate_legacy
 from megalith.serve.limits import check_content_type, parse_body, read_body
 from megalith.serve.models import (
+    abort,
     get_health,
     get_model,
     get_ready,
     get_version,
     list_models,
+    pause,
     render_metrics,
     reset_prefix_cache,
+    resume,
 )
 from megalith.serve.sse import HEADERS, event, json_bytes
 from megalith.serve.state import RequestContext, ServerState
@@ -52,9 +57,6 @@ _logger = logging.getLogger(__name__)
 
 Result: TypeAlias = dict[str, Any] | AsyncGenerator[bytes, None]  # JSON, or the events of a stream
 EndpointFunction: TypeAlias = Callable[[ServerState, RequestContext], Coroutine[Any, Any, Result]]
-AsgiMessage: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[AsgiMessage]]
-Send: TypeAlias = Callable[[AsgiMessage], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -70,6 +72,9 @@ class Endpoint:
     has_body: bool = True
     """Whether a POST or PUT request has a JSON body."""
 
+    runs_model: bool = False
+    """Whether --max-requests-per-key limits it."""
+
 
 ENDPOINTS = (
     Endpoint(
@@ -77,12 +82,25 @@ ENDPOINTS = (
         ("/v1/chat/completions", "/chat/completions"),
         create_chat_completion,
         "next message of a conversation",
+        runs_model=True,
     ),
     Endpoint(
-        "POST", ("/v1/completions", "/completions"), create_completion, "continuations of prompts"
+        "POST",
+        ("/v1/completions", "/completions"),
+        create_completion,
+        "continuations of prompts",
+        runs_model=True,
     ),
-    Endpoint("POST", ("/v1/embeddings", "/embeddings"), create_embeddings, "embeddings of texts"),
-    Endpoint("PUT", ("/api",), generate_legacy, "text generation API of Megatron-LM"),
+    Endpoint(
+        "POST",
+        ("/v1/embeddings", "/embeddings"),
+        create_embeddings,
+        "embeddings of texts",
+        runs_model=True,
+    ),
+    Endpoint(
+        "PUT", ("/api",), generate_legacy, "text generation API of Megatron-LM", runs_model=True
+    ),
     Endpoint("GET", ("/v1/models",), list_models, "served models"),
     Endpoint("GET", ("/v1/models/{name:path}",), get_model, "one model"),
     Endpoint("POST", ("/tokenize",), tokenize, "token ids of a text or a conversation"),
@@ -91,6 +109,15 @@ ENDPOINTS = (
     Endpoint("GET", ("/health", "/v1/health"), get_health, "200 while both processes live", False),
     Endpoint("GET", ("/ready",), get_ready, "200 while requests are accepted", False),
     Endpoint("GET", ("/version",), get_version, "version of the server"),
+    Endpoint("POST", ("/abort",), abort, "end requests in flight (--enable-admin)"),
+    Endpoint(
+        "POST",
+        ("/pause",),
+        pause,
+        "no step until /resume; requests wait (--enable-admin)",
+        has_body=False,
+    ),
+    Endpoint("POST", ("/resume",), resume, "continue (--enable-admin)", has_body=False),
     Endpoint(
         "POST",
         ("/reset_prefix_cache",),
@@ -139,7 +166,37 @@ def build_app(state: ServerState) -> FastAPI:
         app.add_route("/", get_chat_page, methods=["GET"])
     for status in (404, 405):
         app.add_exception_handler(status, reject)
+    _add_middleware(app, state)
     return app
+
+
+def _add_middleware(app: FastAPI, state: ServerState) -> None:
+    """Add the limit of requests per key, and CORS around it, so that pages can read its errors."""
+    config = state.config
+
+    def reject_key(error: ApiError, headers: Mapping[str, str]) -> Response:
+        state.metrics.count_rejected("key_limit")
+        return _error_response(state, error, _read_request_id(headers))
+
+    if config.max_requests_per_key is not None:
+        app.add_middleware(
+            KeyLimiter,
+            keys=config.api_keys,
+            max_requests=config.max_requests_per_key,
+            paths=frozenset(
+                path for endpoint in ENDPOINTS if endpoint.runs_model for path in endpoint.paths
+            ),
+            reject=reject_key,
+        )
+    if config.cors_origins:
+        # Without credentials (cookies): a page sends the key in the Authorization header.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=sorted({endpoint.method for endpoint in ENDPOINTS}),
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
 
 
 def _build_handler(
@@ -277,7 +334,7 @@ class EventStream(Response):
         self._first, self._events = first, events
         self._state, self._request_id = state, request_id
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
             await run_until_disconnect(self._send(send), receive)
@@ -311,27 +368,6 @@ class EventStream(Response):
 
 def _chunk(data: bytes) -> AsgiMessage:
     return {"type": "http.response.body", "body": data, "more_body": True}
-
-
-def check_api_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> None:
-    """Check the key of a request; the time does not depend on how many characters match.
-
-    Raises:
-        ApiError: 401, there is none or it is wrong.
-    """
-    if not keys:
-        return
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    digest = hashlib.sha256(given.strip().encode()).digest()
-    matches = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise ApiError(
-            401,
-            "the API key is missing or wrong. Send the header Authorization: Bearer KEY with a key "
-            "of this server (--api-key).",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
 
 
 def chat_page_headers(page: str) -> dict[str, str]:

@@ -110,6 +110,9 @@ class _InFlight:
     """A request that the engine has not finished."""
 
     generation: Generation
+    uid: str
+    """X-Request-Id of its HTTP request."""
+
     prompt: int
     num_choices: int
     num_prompt_tokens: int
@@ -150,7 +153,7 @@ class EngineClient:
             self._num_requests += 1
             numbers.append(number)
             self._requests[number] = _InFlight(
-                generation, index, request.params.n, len(request.token_ids)
+                generation, uid, index, request.params.n, len(request.token_ids)
             )
             self.num_sequences += request.params.n
             self.num_prompt_tokens += len(request.token_ids)
@@ -190,6 +193,15 @@ class EngineClient:
         if "error" in result:
             raise ApiError(500, str(result["error"]))
         return result
+
+    def abort(self, uid: str | None) -> int:
+        """End the requests with a name, None: all, with finish reason abort; returns how many."""
+        numbers = [
+            number for number, request in self._requests.items() if uid in (None, request.uid)
+        ]
+        for number in numbers:
+            self._send(AbortRequest(number))  # the engine answers with the end of each choice
+        return len(numbers)
 
     def abort_all(self, error: ApiError) -> None:
         """Abort all requests; their readers get the error."""

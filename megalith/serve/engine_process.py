@@ -115,11 +115,13 @@ class EngineServer:
         """The engine's number by the client's."""
         self._drains: list[int] = []
         """Calls of drain to answer when no request is left."""
-        self._is_stopped = False
+        self._is_stopped = self._is_paused = False
         self._commands: Mapping[str, Callable[[], dict[str, Any]]] = {
             "stats": self._stats,
-            "metrics": lambda: {"text": self._metrics.render(self.engine.scheduler.make_stats())},
+            "metrics": self._render_metrics,
             "reset_prefix_cache": self._reset_prefix_cache,
+            "pause": self._pause,
+            "resume": self._resume,
             "shutdown": self._shutdown,
         }
 
@@ -127,7 +129,7 @@ class EngineServer:
         """Process messages and steps until the shutdown command."""
         while not self._is_stopped:
             self._receive()
-            if self.engine.has_unfinished:
+            if self._can_step:
                 self._step()
             if self._drains and not self.engine.has_unfinished:
                 for call_id in self._drains:
@@ -138,9 +140,13 @@ class EngineServer:
         """Send a message to the HTTP process."""
         self._socket.send(self._codec.encode(message))
 
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_unfinished and not self._is_paused
+
     def _receive(self) -> None:
-        """Process all messages; wait for one if the engine is idle."""
-        frame = receive_frame(self._socket, wait=not self.engine.has_unfinished)
+        """Process all messages; wait for one if the engine is idle or paused."""
+        frame = receive_frame(self._socket, wait=not self._can_step)
         while frame is not None:
             try:
                 self._handle(self._codec.decode(frame))
@@ -161,6 +167,7 @@ class EngineServer:
                     self._send_outputs(self.engine.abort(self._numbers[request_id]))
             case EngineCall(call_id, "drain"):
                 self._drains.append(call_id)
+                self._is_paused = False  # the requests in flight finish
             case EngineCall(call_id, command) if command in self._commands:
                 self.send(Reply(call_id, self._execute(command)))
             case _:
@@ -241,7 +248,20 @@ class EngineServer:
             "num_waiting": stats.num_waiting,
             "num_used_blocks": stats.num_used_blocks,
             "num_blocks": stats.num_blocks,
+            "is_paused": self._is_paused,
         }
+
+    def _render_metrics(self) -> dict[str, Any]:
+        stats = self.engine.scheduler.make_stats()
+        return {"text": self._metrics.render(stats, is_paused=self._is_paused)}
+
+    def _pause(self) -> dict[str, Any]:
+        self._is_paused = True
+        return {}
+
+    def _resume(self) -> dict[str, Any]:
+        self._is_paused = False
+        return {}
 
     def _reset_prefix_cache(self) -> dict[str, Any]:
         self.engine.scheduler.reset_prefix_cache()

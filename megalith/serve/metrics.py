@@ -32,6 +32,7 @@ HISTOGRAMS = {
 GAUGES = {
     "num_requests_running": "Sequences that have a row in the batch.",
     "num_requests_waiting": "Sequences that wait for a row, preempted ones included.",
+    "engine_paused": "1 between POST /pause and POST /resume, else 0.",
     "kv_cache_usage_perc": "Fraction of the KV cache blocks that sequences use, 0 to 1.",
 }
 COUNTERS = {
@@ -235,11 +236,12 @@ class EngineMetrics:
         for completion in request.outputs:
             self._success.labels(str(completion.finish_reason)).inc()
 
-    def render(self, stats: SchedulerStats) -> str:
+    def render(self, stats: SchedulerStats, *, is_paused: bool = False) -> str:
         """Return all metrics in the text format of Prometheus."""
         self._gauges["num_requests_running"].set(stats.num_running)
         self._gauges["num_requests_waiting"].set(stats.num_waiting)
         self._gauges["kv_cache_usage_perc"].set(stats.num_used_blocks / max(stats.num_blocks, 1))
+        self._gauges["engine_paused"].set(is_paused)
         before, self._reported = self._reported, stats
         for name, (_, attribute) in SCHEDULER_COUNTERS.items():
             increase = getattr(stats, attribute) - getattr(before, attribute)

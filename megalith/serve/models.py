@@ -3,8 +3,9 @@
 from typing import Any
 
 from megalith import __version__
-from megalith.serve.errors import ApiError
+from megalith.serve.errors import ApiError, invalid
 from megalith.serve.model_info import ServedModel
+from megalith.serve.sampling_fields import read_bool
 from megalith.serve.state import RequestContext, ServerState
 
 
@@ -49,10 +50,11 @@ async def get_ready(state: ServerState, context: RequestContext) -> dict[str, An
     """GET /ready: whether requests are accepted now.
 
     Raises:
-        ApiError: 503, the model is loading, or the server is shutting down.
+        ApiError: 503, the model is loading, or the server is paused or shutting down.
     """
     state.check_ready()
-    await state.client.call("stats")
+    if (await state.client.call("stats"))["is_paused"]:
+        raise ApiError(503, "the server is paused: requests wait until POST /resume.")
     return {"status": "ready"}
 
 
@@ -75,7 +77,59 @@ async def reset_prefix_cache(state: ServerState, context: RequestContext) -> dic
     Raises:
         ApiError: 404, the control endpoints are off.
     """
-    if not state.config.enable_admin:
-        raise ApiError(404, "/reset_prefix_cache needs the server option --enable-admin.")
-    await state.client.call("reset_prefix_cache")
+    return await _call_admin(state, context, "reset_prefix_cache")
+
+
+async def pause(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /pause: no step is executed until POST /resume. Requests in flight and new ones wait;
+    they can be aborted, and deadlines that pass take effect at the next step.
+
+    Raises:
+        ApiError: 404, the control endpoints are off.
+    """
+    return await _call_admin(state, context, "pause")
+
+
+async def resume(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /resume: continue after POST /pause.
+
+    Raises:
+        ApiError: 404, the control endpoints are off.
+    """
+    return await _call_admin(state, context, "resume")
+
+
+async def abort(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /abort: end requests in flight; their responses have the finish reason abort.
+
+    Raises:
+        ApiError: 404, the control endpoints are off, or no request has the id; 400, the body does
+            not say which requests to end.
+    """
+    _check_admin(state, context)
+    request_id, is_all = context.body.get("request_id"), read_bool(context.body, "all")
+    if is_all == (request_id is not None) or not isinstance(request_id, str | None):
+        raise invalid(
+            f"request_id={request_id!r:.60} with all={is_all}: send the X-Request-Id of a request "
+            'as {"request_id": "..."}, or {"all": true}.',
+            "request_id",
+        )
+    num_aborted = state.client.abort(request_id)
+    if not num_aborted and not is_all:
+        raise ApiError(
+            404,
+            f"request_id={request_id!r:.140}: no request in flight has this X-Request-Id.",
+            "request_id",
+        )
+    return {"status": "ok", "num_aborted": num_aborted}
+
+
+async def _call_admin(state: ServerState, context: RequestContext, command: str) -> dict[str, Any]:
+    _check_admin(state, context)
+    await state.client.call(command)
     return {"status": "ok"}
+
+
+def _check_admin(state: ServerState, context: RequestContext) -> None:
+    if not state.config.enable_admin:
+        raise ApiError(404, f"{context.path} needs the server option --enable-admin.")

@@ -48,7 +48,7 @@ class EngineCall:
 
     call_id: int
     command: str
-    """reset_prefix_cache, stats, metrics, drain or shutdown."""
+    """reset_prefix_cache, stats, metrics, pause, resume, drain or shutdown."""
 
 
 @dataclass(frozen=True, slots=True)

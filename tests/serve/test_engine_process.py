@@ -1,6 +1,7 @@
 """Messages, the engine process's loop, and its metrics, without HTTP."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,8 @@ from megalith.infer import engine
 from megalith.infer.llm import LLM
 from megalith.serve import metrics as serving_metrics
 from megalith.serve import transport
-from megalith.serve.app import ENDPOINTS, EventStream, check_api_key
+from megalith.serve.access import check_api_key
+from megalith.serve.app import ENDPOINTS, EventStream
 from megalith.serve.batch import read_batch
 from megalith.serve.benchmark import BenchmarkWorkload, RequestTimes, summarize
 from megalith.serve.choices import iterate_deltas
@@ -241,6 +243,16 @@ def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:
     assert peer.call(2, "stats")["num_used_blocks"] == 0
 
 
+def test_drain_of_a_paused_engine_finishes_requests(peer: Peer) -> None:
+    peer.call(1, "pause")
+    peer.send(request(1))
+    assert peer.call(2, "stats")["num_waiting"] == 1  # no outputs before
+    peer.send(EngineCall(3, "drain"))
+    _, updates = peer.read_request()
+    assert updates[-1].finish_reason == "length"
+    assert peer.receive() == Reply(3, {})
+
+
 def test_metrics_measure_the_latency_of_a_slow_model(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,11 +412,14 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert mean == pytest.approx(0.2, rel=0.08) and variance == pytest.approx(0.04, rel=0.23)
 
 
-def test_documentation_lists_every_endpoint() -> None:
+def test_documentation_has_the_endpoints_of_the_server() -> None:
     page = (ROOT / "docs" / "howto" / "serve.md").read_text()
+    rows = re.findall(r"^\| `(?:GET|POST|PUT) .* \|$", page, re.MULTILINE)
+    expected = ["| `GET /metrics` | metrics in the format of Prometheus |"]
     for endpoint in ENDPOINTS:
         paths = ", ".join(f"`{endpoint.method} {path}`" for path in endpoint.paths)
-        assert f"| {paths} | {endpoint.summary} |" in page
+        expected.append(f"| {paths} | {endpoint.summary} |")
+    assert sorted(rows) == sorted(expected)
 
 
 def test_only_the_exact_key_is_accepted() -> None:
@@ -433,6 +448,11 @@ def test_port_in_use_is_reported() -> None:
         (ServeConfig(max_queue=0), "server.max_queue=0"),
         (ServeConfig(api_keys=("a b ",)), "--api-key: a key must have"),
         (ServeConfig(ssl_certfile="x.pem"), "--ssl-keyfile=None: TLS needs both"),
+        (ServeConfig(max_requests_per_key=0, api_keys=("k",)), "server.max_requests_per_key=0"),
+        (ServeConfig(max_requests_per_key=2), "--max-requests-per-key=2: there are no keys"),
+        (ServeConfig(cors_origins=("example.com",)), "--cors-origins=example.com: must be * or"),
+        (ServeConfig(cors_origins=("https://a.b/",)), "--cors-origins=https://a.b/: must be"),
+        (ServeConfig(cors_origins=("https://*",)), "--cors-origins=https://*: must be"),
         (ServeConfig(served_model_name=""), "--served-model-name is empty"),
     ],
 )

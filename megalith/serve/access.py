@@ -1,0 +1,87 @@
+"""Who may send requests: API keys, concurrent requests of a key, and web pages of other origins."""
+
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+from megalith.serve.errors import ApiError
+from megalith.serve.state import RETRY_AFTER_SECONDS
+
+AsgiMessage: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[AsgiMessage]]
+Send: TypeAlias = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp: TypeAlias = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
+
+
+def find_api_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> str | None:
+    """Return the key of a request; None if there is none or it is wrong. The time does not depend
+    on how many characters match."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    digest = hashlib.sha256(given.strip().encode()).digest()
+    matching = [
+        key for key in keys if hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
+    ]
+    return matching[0] if scheme.lower() == "bearer" and matching else None
+
+
+def check_api_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> None:
+    """Check the key of a request, if the server has keys.
+
+    Raises:
+        ApiError: 401, there is none or it is wrong.
+    """
+    if keys and find_api_key(headers, keys) is None:
+        raise ApiError(
+            401,
+            "the API key is missing or wrong. Send the header Authorization: Bearer KEY with a key "
+            "of this server (--api-key).",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+class KeyLimiter:
+    """ASGI middleware that limits the concurrent requests of each API key; a streamed response
+    counts until it ends."""
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        *,
+        keys: tuple[str, ...],
+        max_requests: int,
+        paths: frozenset[str],
+        reject: Callable[[ApiError, Mapping[str, str]], AsgiApp],
+    ) -> None:
+        """`paths`: those that are limited; `reject`: returns the response of an error, given the
+        headers of the request."""
+        self._app, self._keys, self._max_requests = app, keys, max_requests
+        self._paths, self._reject = paths, reject
+        self._num_requests: Counter[str] = Counter()
+
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+        """Process a request."""
+        key, headers = None, dict[str, str]()
+        if scope["type"] == "http" and scope["path"] in self._paths:
+            pairs = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
+            headers = {name: value.decode("latin-1") for name, value in pairs}
+            key = find_api_key(headers, self._keys)
+        if key is None:  # not limited, or the endpoint rejects it
+            await self._app(scope, receive, send)
+        elif self._num_requests[key] >= self._max_requests:
+            error = ApiError(
+                429,
+                f"this API key has {self._max_requests} requests in flight, its limit "
+                "(--max-requests-per-key). Try again when one of them is finished.",
+                code="key_limit",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+            await self._reject(error, headers)(scope, receive, send)
+        else:
+            self._num_requests[key] += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_requests[key] -= 1

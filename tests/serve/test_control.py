@@ -1,0 +1,200 @@
+"""Control endpoints, the limit of requests per key, and web pages of other origins."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.serve.servers import Server, running_server
+
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+PAGE = "https://page.example"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def controlled(run: Path) -> Iterator[Server]:
+    """A server with control endpoints, two keys, and one request per key at a time."""
+    options = ["--served-model-name", "tiny", "--template", "chatml", "--enable-admin"]
+    options += ["--api-key", "one", "two", "--max-requests-per-key", "1", "--cors-origins", PAGE]
+    with running_server(run, *options) as server:
+        server.client.headers["Authorization"] = "Bearer one"
+        yield server
+
+
+@pytest.fixture
+def paused(controlled: Server) -> Iterator[Server]:
+    """The server, paused until the end of the test."""
+    controlled.wait_idle()
+    assert controlled.post("/pause").json() == {"status": "ok"}
+    yield controlled
+    controlled.post("/abort", {"all": True}).raise_for_status()
+    controlled.post("/resume").raise_for_status()
+    controlled.wait_idle()
+
+
+def send(
+    server: Server, path: str, **body: Any
+) -> "tuple[threading.Thread, list[httpx2.Response]]":
+    """Send a request with the X-Request-Id r1 and wait until the engine has it; its response will
+    be in the list."""
+    responses: list[httpx2.Response] = []
+    headers = {"Authorization": "Bearer one", "X-Request-Id": "r1"}
+
+    def post() -> None:
+        url, document = server.url + path, {"model": "tiny"} | body
+        responses.append(httpx2.post(url, json=document, headers=headers, timeout=60))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    for _ in range(1000):
+        if server.metrics()["num_requests_waiting"] >= 1:
+            return thread, responses
+        time.sleep(0.02)
+    raise AssertionError("the engine has no waiting request")
+
+
+def test_requests_wait_while_the_server_is_paused(paused: Server) -> None:
+    thread, responses = send(paused, COMPLETIONS, prompt="x", max_tokens=5, ignore_eos=True)
+    ready = paused.get("/ready")
+    assert ready.status_code == 503
+    assert "paused: requests wait until POST /resume" in ready.json()["error"]["message"]
+    assert paused.get("/health").status_code == 200
+    samples = paused.metrics()
+    assert samples["engine_paused"] == 1 and samples["num_requests_running"] == 0
+    assert not responses
+    paused.post("/resume").raise_for_status()
+    thread.join(60)
+    assert responses[0].json()["usage"]["completion_tokens"] == 5
+    assert paused.get("/ready").status_code == 200 and paused.metrics()["engine_paused"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_aborted_request_ends_with_finish_reason_abort(
+    paused: Server, path: str, stream: bool
+) -> None:
+    thread, responses = send(paused, path, prompt="x", messages=HELLO, n=2, stream=stream)
+    assert paused.post("/abort", {"request_id": "r1"}).json()["num_aborted"] == 1
+    thread.join(60)
+    (response,) = responses
+    assert response.status_code == 200
+    assert response.text.count('"finish_reason":"abort"') == 2
+    assert stream == response.text.endswith("data: [DONE]\n\n")
+    assert paused.metrics()["num_requests_waiting"] == 0
+
+
+def test_aborted_embedding_is_an_error(paused: Server) -> None:
+    thread, responses = send(paused, EMBEDDINGS, input=["x", "y"])
+    assert paused.post("/abort", {"all": True}).json()["num_aborted"] == 2
+    thread.join(60)
+    assert responses[0].status_code == 503
+    assert "input[0] was aborted" in responses[0].json()["error"]["message"]
+
+
+def test_client_of_a_running_stream_gets_finish_reason_abort(controlled: Server) -> None:
+    with openai.OpenAI(base_url=f"{controlled.url}/v1", api_key="one", max_retries=0) as client:
+        stream = client.completions.create(
+            model="tiny",
+            prompt="x",
+            max_tokens=200,
+            n=32,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Request-Id": "r2"},
+        )
+        first = next(stream)
+        assert controlled.post("/abort", {"request_id": "r2"}).json()["num_aborted"] == 1
+        reasons = [chunk.choices[0].finish_reason for chunk in (first, *stream)]
+    assert [reason for reason in reasons if reason] == ["abort"] * 32
+    assert controlled.wait_idle()["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ({}, 400, "request_id=None with all=False: send the X-Request-Id"),
+        ({"request_id": "r1", "all": True}, 400, "request_id='r1' with all=True"),
+        ({"request_id": 3}, 400, "request_id=3 with all=False"),
+        ({"all": 1}, 400, "all=1 must be true or false"),
+        ({"request_id": "r9"}, 404, "request_id='r9': no request in flight has this X-Request-Id"),
+    ],
+)
+def test_invalid_aborts_are_rejected(
+    controlled: Server, body: dict[str, Any], status: int, text: str
+) -> None:
+    response = controlled.post("/abort", body)
+    assert response.status_code == status and text in response.json()["error"]["message"]
+
+
+# --- concurrent requests of a key
+
+
+def test_key_has_a_limited_number_of_requests(paused: Server) -> None:
+    thread, responses = send(paused, CHAT, messages=HELLO, max_tokens=3, stream=True)
+    body = {"model": "tiny", "input": "x"}
+    rejected = paused.post(EMBEDDINGS, body, headers={"X-Request-Id": "r3"})
+    error = rejected.json()["error"]
+    assert (rejected.status_code, error["code"]) == (429, "key_limit")
+    assert "1 requests in flight, its limit (--max-requests-per-key)" in error["message"]
+    assert rejected.headers["retry-after"] == "1" and rejected.headers["x-request-id"] == "r3"
+    assert paused.metrics()['requests_rejected_total{reason="key_limit"}'] >= 1
+    assert paused.post("/tokenize", {"prompt": "x"}).status_code == 200  # does not run the model
+    paused.post("/resume").raise_for_status()
+    thread.join(60)
+    assert responses[0].status_code == 200
+    assert paused.post(EMBEDDINGS, body).status_code == 200
+
+
+def test_other_key_has_its_own_limit(paused: Server) -> None:
+    thread, _ = send(paused, COMPLETIONS, prompt="x", max_tokens=3)
+    wrong = paused.post(COMPLETIONS, {}, headers={"Authorization": "Bearer three"})
+    assert wrong.status_code == 401
+    other = paused.post(COMPLETIONS, {"model": "no"}, headers={"Authorization": "Bearer two"})
+    assert other.status_code == 404  # of the endpoint
+    paused.post("/resume").raise_for_status()
+    thread.join(60)
+
+
+# --- CORS
+
+
+def test_page_of_an_allowed_origin_may_send_requests(controlled: Server) -> None:
+    preflight = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    url = controlled.url + CHAT
+    response = httpx2.options(url, headers=preflight)  # browsers send no key
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert "authorization" in response.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in response.headers
+    answer = controlled.post(
+        CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 2}, headers={"Origin": PAGE}
+    )
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+    rejected = httpx2.post(url, json={}, headers={"Origin": PAGE})  # a page can read the error
+    assert rejected.status_code == 401
+    assert rejected.headers["access-control-allow-origin"] == PAGE
+
+
+def test_other_origins_are_not_allowed(controlled: Server, server: Server) -> None:
+    preflight = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
+    response = httpx2.options(controlled.url + CHAT, headers=preflight)
+    assert response.status_code == 400
+    assert "access-control-allow-origin" not in response.headers
+    # without the option, the server answers as if there were no CORS
+    response = httpx2.options(server.url + CHAT, headers={**preflight, "Origin": PAGE})
+    assert response.status_code == 405
+    response = server.get("/v1/models", headers={"Origin": PAGE})
+    assert not [name for name in response.headers if name.startswith("access-control")]
