@@ -65,6 +65,9 @@ class ServeOptions:
     ssl_keyfile: str | None = None
     """File with the private key of the certificate."""
 
+    nproc: int = 1
+    """Number of processes that share the model (tensor parallel)."""
+
     template: str | None = None
     """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
     file; default: that of the fine-tuning run, else the model's."""
@@ -104,7 +107,12 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, ServeRun)
     options = parse_options(ServeOptions, rest, prog="megalith serve", root=ServeRun)
     run = apply_overrides(ServeRun(server=build_config(options)), overrides)
-    raise_all(serve_problems(run))
+    problems = serve_problems(run)
+    if options.nproc < 1:
+        problems.append(
+            f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."
+        )
+    raise_all(problems)
     from megalith.serve.transport import check_packages
 
     check_packages("megalith serve")
@@ -122,6 +130,7 @@ def main(argv: list[str]) -> int:
         "dtype": DTYPES[options.dtype] if options.dtype else None,
         "template": options.template,
         "log_requests": run.server.log_requests,
+        "nproc": options.nproc,
     }
     return asyncio.run(serve(server, open_listener(server), settings, show))
 

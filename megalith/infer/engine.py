@@ -237,10 +237,13 @@ class InferenceEngine:
             self._notify("on_step", plan, self.scheduler.make_stats(), seconds)
         return outputs
 
-    def abort(self, request_id: int) -> list[TokenOutput]:
-        """End a request now and release its blocks; unknown and finished requests are ignored."""
+    def abort(self, request_id: int, *, error: str | None = None) -> list[TokenOutput]:
+        """End a request now and release its blocks; unknown and finished requests are ignored.
+        `error`: it ends with this error."""
         request = self._requests.get(request_id)
-        return [] if request is None else self._end_request(request, "abort")
+        if request is None:
+            return []
+        return self._end_request(request, "abort" if error is None else "error", error=error)
 
     def describe(self) -> str:
         """Describe the KV cache, the limits and the attention of this engine in one line."""
@@ -378,13 +381,10 @@ class InferenceEngine:
         """End the requests whose deadline has passed."""
         now = time.monotonic()
         outputs: list[TokenOutput] = []
-        for request in list(self._requests.values()):
+        for number, request in list(self._requests.items()):
             if request.deadline is not None and now > request.deadline:
-                error = (
-                    f"deadline_s={request.params.deadline_s}: the request was not finished in "
-                    "time. Use a longer deadline, or fewer tokens."
-                )
-                outputs += self._end_request(request, "error", error=error)
+                assert request.params.deadline_s is not None
+                outputs += self.abort(number, error=deadline_error(request.params.deadline_s))
         return outputs
 
     # --- the forward pass, and errors in it
@@ -395,10 +395,11 @@ class InferenceEngine:
         states = {row.seq_id: self._choices[row.seq_id].state for row in plan.rows}
         try:
             return self.runner.execute(plan, states, self._prompt_needs(plan)), []
-        except Exception as error:
+        except Exception:
             if self._tensor_parallel:
                 # The ranks would not agree on the next collective, so nothing is tried again.
-                return None, [_RowFailure(row, error) for row in plan.rows]
+                self.scheduler.discard(plan)
+                raise
             logger.warning("a step of %d rows failed; executing them one by one", len(plan.rows))
             return self._execute_rows(plan, states)
         except BaseException:
@@ -652,6 +653,14 @@ class InferenceEngine:
         except CheckpointError as error:
             return self._end_request(request, "error", error=str(error))
         return self._end_request(request, "stop")
+
+
+def deadline_error(deadline_s: float) -> str:
+    """Return the error of a request whose deadline has passed."""
+    return (
+        f"deadline_s={deadline_s}: the request was not finished in time. Use a longer deadline, or "
+        "fewer tokens."
+    )
 
 
 def _select(logits: Tensor, indices: list[int]) -> Tensor:

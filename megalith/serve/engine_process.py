@@ -2,7 +2,8 @@
 
 `python -m megalith.serve.engine_process` reads its settings as one line of JSON from standard
 input, and ends when standard input is closed, so that it never outlives the HTTP process. An idle
-engine waits for messages without polling.
+engine waits for messages without polling. With several ranks it starts one process for each; rank 0
+has the socket, and broadcasts the messages, so that all ranks make the same steps.
 """
 
 import json
@@ -13,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +25,26 @@ from megalith.config.serve import EngineConfig
 from megalith.config.server import ServeRun
 from megalith.config.tree import from_dict, to_dict
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import DataError, UserError
+from megalith.errors import DataError, RankError, UserError
 from megalith.hf.convert import find_turn_end
 from megalith.hf.folder import read_json
 from megalith.hf.pretrained import Pretrained
 from megalith.infer.chat import select_template
-from megalith.infer.engine import InferenceEngine
-from megalith.infer.load import TextGenerator, build_engine, load_text_generator, open_source
+from megalith.infer.engine import EngineCallback, InferenceEngine, deadline_error
+from megalith.infer.load import (
+    TextGenerator,
+    build_engine,
+    generation_layout,
+    load_text_generator,
+    open_source,
+)
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import TokenLogprobs
-from megalith.launch.worker import Worker, set_threads
-from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.launch.launcher import in_worker, run_workers
+from megalith.launch.worker import Worker, connect, disconnect, set_threads
+from megalith.parallel.group import Group, broadcast_bytes, single_rank_group
+from megalith.parallel.mesh import build_mesh
+from megalith.plan.grid import model_grid
 from megalith.serve.metrics import AccessLog, EngineMetrics
 from megalith.serve.model_info import ModelInfo
 from megalith.serve.protocol import (
@@ -42,6 +52,7 @@ from megalith.serve.protocol import (
     AddRequest,
     Codec,
     EngineCall,
+    ExpireRequest,
     LoadFailed,
     Message,
     PromptResult,
@@ -51,9 +62,11 @@ from megalith.serve.protocol import (
     RequestRejected,
     StepOutputs,
     TokenUpdate,
+    join_frames,
+    split_frames,
     to_array,
 )
-from megalith.serve.transport import connect_engine_socket, receive_frame
+from megalith.serve.transport import connect_engine_socket, receive_frames
 
 if TYPE_CHECKING:
     import zmq
@@ -63,6 +76,17 @@ _logger = logging.getLogger(__name__)
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of generation_config.json that are sampling parameters of the same name and meaning."""
 
+
+SETTINGS_VARIABLE = "MEGALITH_ENGINE_SETTINGS"
+"""Environment variable of ranks with their `EngineSettings`."""
+
+TIMEOUT_S = 600.0
+"""Maximum time of a collective, after which the ranks fail."""
+
+MAX_WAIT_S = 60.0
+"""Time after which an idle rank 0 wakes the other ranks, whose collective has a timeout."""
+
+SINGLE_RANK = single_rank_group("world")
 
 WARM_UP_TOKENS = 32
 """Context of the engine that generates before the first request."""
@@ -87,6 +111,8 @@ class EngineSettings:
 
     template: str | None = None
     log_requests: bool = False
+    nproc: int = 1
+    """Tensor-parallel ranks."""
 
 
 @dataclass(slots=True)
@@ -95,7 +121,10 @@ class _ClientRequest:
 
     request_id: int
     output: RequestOutput
+    deadline_s: float | None
     deadline: float | None
+    """On the monotonic clock."""
+
     prompt_sent: bool = False
     """Whether its `PromptResult` was sent."""
 
@@ -105,9 +134,14 @@ class EngineServer:
     step in one message."""
 
     def __init__(
-        self, engine: InferenceEngine, socket: "zmq.Socket[bytes]", metrics: EngineMetrics
+        self,
+        engine: InferenceEngine,
+        socket: "zmq.Socket[bytes] | None",
+        metrics: EngineMetrics,
+        ranks: Group = SINGLE_RANK,
     ) -> None:
-        self.engine, self._socket, self._metrics = engine, socket, metrics
+        """`socket`: None on all ranks but the first of `ranks`."""
+        self.engine, self._socket, self._metrics, self._ranks = engine, socket, metrics, ranks
         self._codec = Codec()
         self._requests: dict[int, _ClientRequest] = {}
         """By the engine's number."""
@@ -137,8 +171,9 @@ class EngineServer:
                 self._drains = []
 
     def send(self, message: Message) -> None:
-        """Send a message to the HTTP process."""
-        self._socket.send(self._codec.encode(message))
+        """Send a message to the HTTP process; rank 0 does."""
+        if self._socket is not None:
+            self._socket.send(self._codec.encode(message))
 
     @property
     def _can_step(self) -> bool:
@@ -146,17 +181,56 @@ class EngineServer:
 
     def _receive(self) -> None:
         """Process all messages; wait for one if the engine is idle or paused."""
-        frame = receive_frame(self._socket, wait=not self._can_step)
-        while frame is not None:
+        for message in self._receive_messages():
             try:
-                self._handle(self._codec.decode(frame))
+                self._handle(message)
             except ProtocolError as error:
                 _logger.warning("dropped a message of the HTTP process: %s", error)
             except Exception:  # a bug must not end the other requests
                 _logger.exception("a message of the HTTP process cannot be handled")
             if self._is_stopped:
                 return
-            frame = receive_frame(self._socket, wait=False)
+
+    def _receive_messages(self) -> list[Message]:
+        """Return the messages of the HTTP process and the expired requests, on all ranks alike."""
+        messages: list[Message] = []
+        if self._socket is not None:
+            for frame in receive_frames(self._socket, wait_s=self._wait_s()):
+                try:
+                    messages.append(self._codec.decode(frame))
+                except ProtocolError as error:
+                    _logger.warning("dropped a message of the HTTP process: %s", error)
+            messages += self._find_expired(messages)
+        if self._ranks.size == 1:
+            return messages
+        frames = [self._codec.encode(message) for message in messages]
+        return [
+            self._codec.decode(frame)
+            for frame in split_frames(broadcast_bytes(join_frames(frames), self._ranks))
+        ]
+
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for a message; None: until there is one."""
+        if self._can_step:
+            return 0.0
+        now = time.monotonic()
+        waits = [request.deadline - now for request in self._requests.values() if request.deadline]
+        if self._ranks.size > 1:  # they wait for rank 0 in a collective, which has a timeout
+            waits.append(MAX_WAIT_S)
+        return max(0.0, min(waits)) if waits else None
+
+    def _find_expired(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the requests whose deadline has passed, also among those of `messages`."""
+        deadlines = {request.request_id: request.deadline for request in self._requests.values()}
+        for message in messages:
+            if isinstance(message, AddRequest):
+                deadlines[message.request_id] = read_deadline(message)
+        now = time.monotonic()
+        return [
+            ExpireRequest(request_id)
+            for request_id, deadline in deadlines.items()
+            if deadline is not None and now > deadline
+        ]
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -165,6 +239,8 @@ class EngineServer:
             case AbortRequest(request_id):
                 if request_id in self._numbers:
                     self._send_outputs(self.engine.abort(self._numbers[request_id]))
+            case ExpireRequest(request_id):
+                self._expire(request_id)
             case EngineCall(call_id, "drain"):
                 self._drains.append(call_id)
                 self._is_paused = False  # the requests in flight finish
@@ -172,6 +248,15 @@ class EngineServer:
                 self.send(Reply(call_id, self._execute(command)))
             case _:
                 raise ProtocolError(f"unexpected {message!r:.100}")
+
+    def _expire(self, request_id: int) -> None:
+        if request_id not in self._numbers:  # aborted in the same step
+            return
+        number = self._numbers[request_id]
+        deadline_s = self._requests[number].deadline_s
+        assert deadline_s is not None, request_id
+        outputs = self.engine.abort(number, error=deadline_error(deadline_s))
+        self._send_outputs(outputs, is_timeout=True)
 
     def _add(self, message: AddRequest) -> None:
         if self._drains:
@@ -181,7 +266,7 @@ class EngineServer:
             params = SamplingParams.from_dict(message.params)
             number = self.engine.add_request(
                 message.prompt_token_ids,
-                params,
+                replace(params, deadline_s=None),  # rank 0 decides which requests have expired
                 arrival_time=message.arrival_time,
                 pooling=message.pooling,
             )
@@ -194,10 +279,12 @@ class EngineServer:
                 RequestRejected(message.request_id, 500, f"internal error: {type(error).__name__}")
             )
             return
-        deadline = None if params.deadline_s is None else message.arrival_time + params.deadline_s
         self._metrics.access_log.name(number, message.uid)
         self._requests[number] = _ClientRequest(
-            message.request_id, self.engine.output_of(number), deadline
+            message.request_id,
+            self.engine.output_of(number),
+            params.deadline_s,
+            read_deadline(message),
         )
         self._numbers[message.request_id] = number
 
@@ -205,6 +292,8 @@ class EngineServer:
         try:
             outputs = self.engine.step()
         except Exception as error:  # the requests fail, the server continues
+            if self._ranks.size > 1:
+                raise  # the ranks would not agree on the next collective
             _logger.exception("a step failed")
             outputs = []
             for number in list(self._requests):
@@ -216,7 +305,7 @@ class EngineServer:
                 ]
         self._send_outputs(outputs)
 
-    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+    def _send_outputs(self, outputs: list[TokenOutput], *, is_timeout: bool = False) -> None:
         if not outputs:
             return
         prompts: list[object] = []
@@ -226,7 +315,7 @@ class EngineServer:
             if not request.prompt_sent:
                 request.prompt_sent = True
                 prompts.append(to_array(_prompt_result(request)))
-            updates.append(to_array(_token_update(output, request)))
+            updates.append(to_array(_token_update(output, request, is_timeout=is_timeout)))
         for number in {output.request_id for output in outputs}:
             if not self.engine.is_unfinished(number):
                 del self._numbers[self._requests.pop(number).request_id]
@@ -272,6 +361,14 @@ class EngineServer:
         return {}
 
 
+def read_deadline(message: AddRequest) -> float | None:
+    """Return the deadline of a request on the monotonic clock; its parameters may be invalid."""
+    deadline_s = message.params.get("deadline_s")
+    if not isinstance(deadline_s, int | float):
+        return None
+    return message.arrival_time + deadline_s
+
+
 def describe(error: Exception) -> str:
     """Return the text of an internal error for clients, without details of the server."""
     return f"internal error in a step: {type(error).__name__}. Send the request again."
@@ -288,12 +385,7 @@ def _prompt_result(request: _ClientRequest) -> PromptResult:
     )
 
 
-def _token_update(output: TokenOutput, request: _ClientRequest) -> TokenUpdate:
-    is_timeout = (
-        output.finish_reason == "error"
-        and request.deadline is not None
-        and time.monotonic() > request.deadline
-    )
+def _token_update(output: TokenOutput, request: _ClientRequest, *, is_timeout: bool) -> TokenUpdate:
     return TokenUpdate(
         request.request_id,
         output.choice,
@@ -303,7 +395,7 @@ def _token_update(output: TokenOutput, request: _ClientRequest) -> TokenUpdate:
         output.finish_reason,
         output.stop_reason,
         output.error,
-        is_timeout,
+        is_timeout and output.finish_reason == "error",
     )
 
 
@@ -319,30 +411,34 @@ def _logprobs_array(logprobs: TokenLogprobs) -> list[object]:
 
 
 def load_engine(
-    settings: EngineSettings, metrics: EngineMetrics
+    settings: EngineSettings, metrics: EngineMetrics, worker: Worker
 ) -> tuple[InferenceEngine, ModelInfo]:
-    """Load the model, and build its engine.
+    """Load this rank's shard of the model, and build its engine. Collective over all ranks.
 
     Raises:
         UserError: the model cannot be served.
     """
     run = from_dict(ServeRun, {"engine": settings.engine, "kernels": settings.kernels})
-    source = open_source(settings.source, 1, base=settings.base)
-    worker = Worker.from_environment(os.environ)
+    source = open_source(settings.source, worker.world, base=settings.base)
     set_threads(worker, None)
+    layout = generation_layout(source.model, worker.world)
+    grid = model_grid(layout, source.model, worker.world)
     name = settings.dtype or ("float32" if worker.device.type == "cpu" else "bfloat16")
     generator = load_text_generator(
         source,
-        build_single_rank_mesh(),
+        build_mesh(grid, rank=worker.rank),
         worker.device,
         getattr(torch, name),
         kernels=run.kernels,
         quantization=run.engine.quantization,
     )
-    for warning in source.warnings():
-        _logger.warning("%s: %s", source.path, warning)
+    callbacks: list[EngineCallback] = []
+    if worker.rank == 0:
+        callbacks = [metrics, metrics.access_log]
+        for warning in source.warnings():
+            _logger.warning("%s: %s", source.path, warning)
     warm_up(generator, run.engine)
-    engine = build_engine(generator, run.engine, callbacks=[metrics, metrics.access_log])
+    engine = build_engine(generator, run.engine, callbacks=callbacks)
     return engine, describe_model(source, generator.tokenizer, engine, settings.template)
 
 
@@ -405,27 +501,54 @@ def read_generation_defaults(source: Pretrained) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run an engine process."""
-    # The HTTP process drains at these signals, which a terminal sends to both processes.
+    """Run an engine process, or start one for each rank."""
+    # The HTTP process drains at these signals, which a terminal sends to all processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    settings = EngineSettings(**json.loads(sys.stdin.readline()))
+    if in_worker(os.environ):
+        return run_rank(EngineSettings(**json.loads(os.environ[SETTINGS_VARIABLE])))
+    line = sys.stdin.readline()
+    settings = EngineSettings(**json.loads(line))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    socket = connect_engine_socket(settings.address)
+    if settings.nproc == 1:
+        return run_rank(settings)
+    try:
+        return run_workers(
+            [],
+            settings.nproc,
+            command=(sys.executable, "-m", "megalith.serve.engine_process"),
+            environment=os.environ | {SETTINGS_VARIABLE: line},
+        )
+    except UserError:  # rank 0 has sent why the model cannot be loaded
+        return 2
+    except RankError as error:
+        _logger.error("%s", error)
+        return 1
+
+
+def run_rank(settings: EngineSettings) -> int:
+    """Load this rank's shard of the model and serve until the shutdown command."""
+    worker = Worker.from_environment(os.environ)
+    socket = connect_engine_socket(settings.address) if worker.rank == 0 else None
     metrics = EngineMetrics(
         settings.served_model_name, AccessLog(log_prompts=settings.log_requests)
     )
+    ranks = connect(worker, timeout_seconds=TIMEOUT_S)
     try:
-        engine, info = load_engine(settings, metrics)
+        engine, info = load_engine(settings, metrics, worker)
     except UserError as error:
-        socket.send(Codec().encode(LoadFailed(str(error))))
-        socket.close()
+        if socket is not None:
+            socket.send(Codec().encode(LoadFailed(str(error))))
+            socket.close()
+        disconnect(worker, failed=True)
         return 2
-    server = EngineServer(engine, socket, metrics)
+    server = EngineServer(engine, socket, metrics, ranks)
     server.send(Ready(asdict(info)))
     server.run()
-    socket.close()
+    if socket is not None:
+        socket.close()
+    disconnect(worker)
     return 0
 
 

@@ -43,6 +43,14 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpireRequest:
+    """End a request whose deadline has passed. Rank 0 of an engine sends it to all ranks, whose
+    clocks differ."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCall:
     """Call a command of the engine, which answers with a `Reply`."""
 
@@ -139,6 +147,7 @@ class StepOutputs:
 Message: TypeAlias = (
     AddRequest
     | AbortRequest
+    | ExpireRequest
     | EngineCall
     | Reply
     | Ready
@@ -153,6 +162,7 @@ TAGS: Mapping[int, type[Message]] = {
     21: AbortRequest,
     22: StepOutputs,
     23: RequestRejected,
+    24: ExpireRequest,
     30: EngineCall,
     31: Reply,
 }
@@ -194,6 +204,22 @@ class Codec:
             raise ProtocolError(f"unknown tag {tag}")
         check_fields(TAGS[tag].__name__, arguments, self._checks[tag])
         return TAGS[tag](*arguments)
+
+
+def join_frames(frames: Sequence[bytes]) -> bytes:
+    """Return frames as one byte string, each after its length."""
+    return b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
+
+
+def split_frames(data: bytes) -> list[bytes]:
+    """Return the frames of `join_frames`."""
+    frames: list[bytes] = []
+    start = 0
+    while start < len(data):
+        stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
+        frames.append(data[start + 8 : stop])
+        start = stop
+    return frames
 
 
 def to_array(message: object) -> list[object]:

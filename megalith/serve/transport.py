@@ -74,15 +74,20 @@ def connect_engine_socket(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
-def receive_frame(socket: "zmq.Socket[bytes]", *, wait: bool) -> bytes | None:
-    """Return the next frame; with `wait`, block until there is one, else None if there is none."""
+def receive_frames(socket: "zmq.Socket[bytes]", *, wait_s: float | None) -> list[bytes]:
+    """Return all frames that have arrived; wait up to `wait_s` seconds for the first, None: until
+    there is one."""
     import zmq
 
-    try:
-        parts = socket.recv_multipart(0 if wait else zmq.NOBLOCK)
-    except zmq.Again:
-        return None
-    return parts[0] if len(parts) == 1 else b""  # no message has several parts
+    frames: list[bytes] = []
+    if not socket.poll(None if wait_s is None else int(wait_s * 1000)):
+        return frames
+    while True:
+        try:
+            parts = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return frames
+        frames.append(parts[0] if len(parts) == 1 else b"")  # no message has several parts
 
 
 def _set_options(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:

@@ -415,7 +415,10 @@ def test_arrivals_are_a_poisson_process() -> None:
 def test_documentation_has_the_endpoints_of_the_server() -> None:
     page = (ROOT / "docs" / "howto" / "serve.md").read_text()
     rows = re.findall(r"^\| `(?:GET|POST|PUT) .* \|$", page, re.MULTILINE)
-    expected = ["| `GET /metrics` | metrics in the format of Prometheus |"]
+    expected = [
+        "| `GET /` | chat page |",
+        "| `GET /metrics` | metrics in the format of Prometheus |",
+    ]
     for endpoint in ENDPOINTS:
         paths = ", ".join(f"`{endpoint.method} {path}`" for path in endpoint.paths)
         expected.append(f"| {paths} | {endpoint.summary} |")

@@ -1,0 +1,77 @@
+"""A server whose engine runs on two tensor-parallel ranks."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from megalith.cli.main import main
+from tests.serve.servers import Server, running_server
+
+PROMPT = {
+    "model": "tiny",
+    "prompt": "The quick brown fox",
+    "max_tokens": 24,
+    "seed": 5,
+    "n": 2,
+    "logprobs": 2,
+}
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
+    shown = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in shown.stdout.split()]
+
+
+def test_two_ranks_serve_the_completions_of_one_process(run: Path, server: Server) -> None:
+    expected = server.post("/v1/completions", PROMPT).raise_for_status().json()["choices"]
+    with running_server(run, "--nproc", "2", "--served-model-name", "tiny") as ranks:
+        answers = [ranks.post("/v1/completions", PROMPT).raise_for_status() for _ in range(2)]
+        for answer in answers:
+            for choice, other in zip(answer.json()["choices"], expected, strict=True):
+                assert choice["text"] == other["text"]
+                logprobs = choice["logprobs"]["token_logprobs"]
+                assert logprobs == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
+        late = ranks.post("/v1/completions", PROMPT | {"deadline_s": 1e-6})
+        assert late.status_code == 408 and "deadline_s=1e-06" in late.json()["error"]["message"]
+        with pytest.raises(httpx2.ReadTimeout):
+            ranks.post("/v1/completions", PROMPT | {"max_tokens": 200}, timeout=0.05)
+        assert ranks.wait_idle()["num_requests_running"] == 0
+        assert ranks.stop() == 0, ranks.lines
+
+
+def test_server_fails_requests_when_a_rank_is_killed(run: Path) -> None:
+    with running_server(run, "--nproc", "2", "--served-model-name", "tiny") as server:
+        statuses: list[int] = []
+
+        def complete() -> None:
+            body = PROMPT | {"max_tokens": 230, "n": 64}
+            while not statuses or statuses[-1] == 200:
+                statuses.append(server.post("/v1/completions", body).status_code)
+
+        thread = threading.Thread(target=complete)
+        thread.start()
+        while not statuses:
+            time.sleep(0.01)
+        (launcher,) = children(server.process.pid)
+        os.kill(children(launcher)[-1], signal.SIGKILL)
+        thread.join(60)
+        assert statuses[-1] == 503
+        assert server.process.wait(20) == 1
+
+
+def test_impossible_number_of_ranks_is_reported(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(run), "--port", "0", "--nproc", "5"]) == 2
+    error = capfd.readouterr().err
+    assert "--nproc=5: this number of processes cannot share" in error
+    assert "Set --nproc to one of 1, 2, 4, 6" in error
+    assert main(["serve", str(run), "--nproc", "0"]) == 2
+    assert "--nproc=0 must be at least 1" in capfd.readouterr().err
