@@ -20,7 +20,7 @@ from megalith.errors import ConfigError, DataError, raise_all
 @dataclass(frozen=True, kw_only=True)
 class RunBatchOptions:
     """Process a batch file of the OpenAI API: one JSON object per line with custom_id, url
-    (/v1/completions, /v1/chat/completions or /v1/embeddings) and body.
+    (/v1/completions, /v1/chat/completions, /v1/embeddings or /v1/responses) and body.
 
     Settings of the engine and of kernels are options too, such as --engine.max_num_seqs 16.
     """

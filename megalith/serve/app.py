@@ -49,6 +49,7 @@ from megalith.serve.models import (
     reset_prefix_cache,
     resume,
 )
+from megalith.serve.responses import create_response
 from megalith.serve.sse import HEADERS, event, json_bytes
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.tokenization import detokenize, get_tokenizer_info, tokenize
@@ -96,6 +97,13 @@ ENDPOINTS = (
         ("/v1/embeddings", "/embeddings"),
         create_embeddings,
         "embeddings of texts",
+        runs_model=True,
+    ),
+    Endpoint(
+        "POST",
+        ("/v1/responses", "/responses"),
+        create_response,
+        "Responses API, without stored responses",
         runs_model=True,
     ),
     Endpoint(

@@ -17,6 +17,7 @@ from megalith.serve.embeddings import create_embeddings
 from megalith.serve.errors import ApiError, internal_error
 from megalith.serve.limits import check_document
 from megalith.serve.metrics import HttpMetrics
+from megalith.serve.responses import create_response
 from megalith.serve.state import RequestContext, ServerState
 
 _logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ FUNCTIONS = {
     "/v1/completions": create_completion,
     "/v1/chat/completions": create_chat_completion,
     "/v1/embeddings": create_embeddings,
+    "/v1/responses": create_response,
 }
 """Endpoints that a request of a batch can name."""
 

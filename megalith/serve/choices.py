@@ -33,6 +33,13 @@ class ChoiceDelta:
             self.finish_reason = "length" if reason == "context" else reason
             self.stop_reason = update.stop_reason
 
+    def extend(self, delta: "ChoiceDelta") -> None:
+        """Append the outputs of a later delta."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
     def is_ready(self, interval: int) -> bool:
         """Whether it is sent now: it has text and at least `interval` tokens, or the choice
         ended."""

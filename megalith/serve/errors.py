@@ -1,7 +1,8 @@
 """Errors of the HTTP API, in the format of the OpenAI API."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -53,6 +54,18 @@ def invalid_field(problem: str, names: Mapping[str, str]) -> ApiError:
         problem = re.sub(rf"\b{internal}\b", name, problem)
     match = re.match(r"\w+", problem)
     return ApiError(400, problem, None if match is None else match.group())
+
+
+@contextmanager
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in the errors of a context, for requests where they have another name."""
+    try:
+        yield
+    except ApiError as error:
+        for name, other in names.items():
+            error.message = re.sub(rf"\b{name}\b", other, error.message)
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def http_error(status: int, detail: str, path: str) -> ApiError:

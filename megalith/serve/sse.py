@@ -22,6 +22,11 @@ def event(data: dict[str, Any]) -> bytes:
     return f"data: {_encode(data)}\n\n".encode()
 
 
+def named_event(name: str, data: dict[str, Any]) -> bytes:
+    """Return a server-sent event with a name and JSON data."""
+    return f"event: {name}\n".encode() + event(data)
+
+
 def json_bytes(data: dict[str, Any]) -> bytes:
     """Return the body of a JSON response."""
     return _encode(data).encode()

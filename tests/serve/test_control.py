@@ -97,6 +97,17 @@ def test_aborted_embedding_is_an_error(paused: Server) -> None:
     assert "input[0] was aborted" in responses[0].json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_aborted_response_is_failed(paused: Server, stream: bool) -> None:
+    thread, responses = send(paused, "/v1/responses", input="x", stream=stream)
+    assert paused.post("/abort", {"request_id": "r1"}).json()["num_aborted"] == 1
+    thread.join(60)
+    assert ("event: response.failed\n" in responses[0].text) == stream
+    assert '"status":"failed"' in responses[0].text
+    error = '"error":{"code":"server_error","message":"the request was aborted."}'
+    assert error in responses[0].text
+
+
 def test_client_of_a_running_stream_gets_finish_reason_abort(controlled: Server) -> None:
     with openai.OpenAI(base_url=f"{controlled.url}/v1", api_key="one", max_retries=0) as client:
         stream = client.completions.create(

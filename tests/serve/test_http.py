@@ -75,6 +75,12 @@ def test_completion_equals_generation_in_this_process(server: Server, llm: LLM) 
     assert usage["total_tokens"] == 34
 
 
+def test_top_k_above_the_vocabulary_is_all_tokens(server: Server) -> None:
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 9, "seed": 3, "temperature": 1.5}
+    texts = [post(server, COMPLETIONS, **body, top_k=k)["choices"][0]["text"] for k in (0, 2**70)]
+    assert texts[0] == texts[1]
+
+
 def test_default_is_sixteen_tokens(server: Server) -> None:
     document = post(server, COMPLETIONS, prompt="x", ignore_eos=True)
     assert document["usage"]["completion_tokens"] == 16
@@ -486,7 +492,8 @@ FIELDS = (
     "prompt messages max_tokens temperature top_p top_k min_p n seed stop stream logprobs echo "
     "top_logprobs logit_bias min_tokens presence_penalty stop_token_ids stream_options best_of "
     "suffix tools tool_choice response_format chat_template_kwargs deadline_s cache_salt tokens "
-    "prompts tokens_to_generate random_seed allowed_token_ids bad_words truncate_to_fit"
+    "prompts tokens_to_generate random_seed allowed_token_ids bad_words truncate_to_fit "
+    "input instructions dimensions encoding_format text reasoning include store metadata"
 )
 
 
@@ -508,11 +515,12 @@ def random_value(generator: random.Random, depth: int = 0) -> Any:
 )
 def test_random_requests_never_cause_a_500(server: Server, num_requests: int) -> None:
     generator = random.Random(3)
-    paths = [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/api"]
+    paths = [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/api", "/v1/responses"]
+    paths.append("/v1/embeddings")
     failures = []
     for _ in range(num_requests):
         path = generator.choice(paths)
-        body = completion(messages=HELLO)
+        body = completion(messages=HELLO, input="x", max_output_tokens=1)
         for name in generator.sample(FIELDS.split(), generator.randrange(1, 4)):
             body[name] = random_value(generator)
         if type(body["max_tokens"]) is int:
