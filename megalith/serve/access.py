@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
@@ -59,7 +59,8 @@ class KeyLimiter:
         headers of the request."""
         self._app, self._keys, self._max_requests = app, keys, max_requests
         self._paths, self._reject = paths, reject
-        self._num_requests: Counter[str] = Counter()
+        self._in_flight: defaultdict[str, set[object]] = defaultdict(set)
+        """Requests of each key."""
 
     async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Process a request."""
@@ -70,7 +71,7 @@ class KeyLimiter:
             key = find_api_key(headers, self._keys)
         if key is None:  # not limited, or the endpoint rejects it
             await self._app(scope, receive, send)
-        elif self._num_requests[key] >= self._max_requests:
+        elif len(self._in_flight[key]) >= self._max_requests:
             error = ApiError(
                 429,
                 f"this API key has {self._max_requests} requests in flight, its limit "
@@ -80,8 +81,22 @@ class KeyLimiter:
             )
             await self._reject(error, headers)(scope, receive, send)
         else:
-            self._num_requests[key] += 1
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._num_requests[key] -= 1
+            await self._count(self._in_flight[key], scope, receive, send)
+
+    async def _count(
+        self, in_flight: set[object], scope: AsgiMessage, receive: Receive, send: Send
+    ) -> None:
+        """Process a request that is in flight until the last part of its response is sent: when a
+        client has it, its next request must not be rejected."""
+        request = object()
+        in_flight.add(request)
+
+        async def send_part(message: AsgiMessage) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                in_flight.discard(request)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_part)
+        finally:
+            in_flight.discard(request)

@@ -1,5 +1,6 @@
 """Control endpoints, the limit of requests per key, and web pages of other origins."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import httpx2
 import openai
 import pytest
 
+from megalith.serve.access import KeyLimiter
+from megalith.serve.errors import ApiError
 from tests.serve.servers import Server, running_server
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -160,6 +163,34 @@ def test_key_has_a_limited_number_of_requests(paused: Server) -> None:
     thread.join(60)
     assert responses[0].status_code == 200
     assert paused.post(EMBEDDINGS, body).status_code == 200
+
+
+def test_client_that_has_its_response_may_send_the_next_request() -> None:
+    none: Any = None
+    scope = {"type": "http", "path": "/a", "headers": [(b"authorization", b"Bearer k")]}
+    sent: list[str] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        for more in (True, False):
+            await send({"type": "http.response.body", "body": b"", "more_body": more})
+
+    def reject(error: ApiError, headers: Any) -> Any:
+        async def send_status(scope: Any, receive: Any, send: Any) -> None:
+            sent.append(str(error.status))
+
+        return send_status
+
+    limiter = KeyLimiter(
+        answer, keys=("k",), max_requests=1, paths=frozenset(["/a"]), reject=reject
+    )
+
+    async def send(message: Any) -> None:
+        sent.append("part" if message["more_body"] else "end")
+        if sent.count("end") < 2:  # the client sends a request when it has got this message
+            await limiter(scope, none, send)
+
+    asyncio.run(limiter(scope, none, send))
+    assert sent == ["part", "429", "end"] * 2
 
 
 def test_other_key_has_its_own_limit(paused: Server) -> None:
