@@ -13,8 +13,8 @@ and its quartiles. Before, the tokens are compared in fp32. ctranslate2 has the 
 The last line of a model is the time to the first token (TTFT) of a prompt of 2,000 tokens, of which
 the prefix cache holds 90 %, against the same without a hit.
 
-With --speculation the peer is the engine without draft tokens. Greedy text of random weights soon
-repeats itself; sampled text is random.
+With --speculation the peer is the engine without draft tokens, on greedy text that repeats itself
+and on sampled text, which is random.
 """
 
 import argparse
@@ -62,8 +62,8 @@ class Load:
     new_tokens: int
 
 
-def save_llama(name: str, folder: str) -> None:
-    """Save a Llama with random weights."""
+def save_llama(name: str, folder: str, init_std: float = 0.08) -> None:
+    """Save a Llama with random weights; a small `init_std` makes its greedy text repeat itself."""
     heads = SIZES[name]["hidden_size"] // 64
     config = LlamaConfig(
         **SIZES[name],
@@ -72,7 +72,7 @@ def save_llama(name: str, folder: str) -> None:
         num_key_value_heads=max(1, heads // 2),
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        initializer_range=0.08,
+        initializer_range=init_std,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -146,7 +146,7 @@ def main() -> None:
     ratios = []
     for name in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            save_llama(name, folder)
+            save_llama(name, folder, 0.08 if options.speculation is None else 0.02)
             for count in map(int, options.requests.split(",")):
                 if options.speculation is not None:
                     measure_speculation(name, folder, count, options)
@@ -241,16 +241,12 @@ def measure_speculation(name: str, folder: str, count: int, options: argparse.Na
     """Measure the engine with draft tokens beside the one without, on repeated and on random
     text."""
     load = build_load(name, count, options.new_tokens)
-    pattern = [prompt[:8] for prompt in load.prompts]
-    repeated = Load([(part * 16)[:64] for part in pattern], options.new_tokens)
     speculation = SpeculationConfig(method=options.speculation)
     configs = {"drafts": EngineConfig(speculation=speculation), "none": EngineConfig()}
     generator = load_generator(folder, dtype=DTYPES[options.dtypes.split(",")[0]])
-    for text, temperature, text_load in (("repeated", 0.0, repeated), ("random", 1.0, load)):
+    for text, temperature in (("repeated", 0.0), ("random", 1.0)):
         llms = {key: LLM(generator, config=config) for key, config in configs.items()}
-        contenders = {
-            key: engine_contender(llm, text_load, temperature) for key, llm in llms.items()
-        }
+        contenders = {key: engine_contender(llm, load, temperature) for key, llm in llms.items()}
         same = contenders["drafts"]() == contenders["none"]()
         turns = take_turns(contenders, rounds=options.rounds, warmup=1)
         stats = llms["drafts"].engine.scheduler.make_stats()
