@@ -16,10 +16,9 @@ from megalith import storage
 from megalith.cli.arguments import join_overrides, parse_options, split_overrides
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
-from megalith.config.fields import range_problems
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
-from megalith.config.serve import EngineConfig, GenerateRun
+from megalith.config.serve import EngineConfig, GenerateRun, engine_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -104,7 +103,7 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, GenerateRun)
     options = parse_options(ChatOptions, rest, prog="megalith chat", root=GenerateRun)
     config = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides).engine
-    raise_all(option_problems(options) + range_problems(config))
+    raise_all(option_problems(options) + engine_problems(config))
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
@@ -233,7 +232,7 @@ def open_chat(
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-        quantization=config.quantization,
+        config=config,
     )
     return Chat(generator, template, settings(options), config, options.system)
 

@@ -17,11 +17,10 @@ from tyro.conf import Positional
 from megalith import storage
 from megalith.cli.arguments import join_overrides, parse_options, split_overrides
 from megalith.cli.output import print_json, print_warnings
-from megalith.config.fields import range_problems
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig, GenerateRun
+from megalith.config.serve import EngineConfig, GenerateRun, engine_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -104,7 +103,7 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, GenerateRun)
     options = parse_options(GenerateOptions, rest, prog="megalith generate", root=GenerateRun)
     config = apply_overrides(GenerateRun(), overrides).engine
-    raise_all(option_problems(options) + range_problems(config))
+    raise_all(option_problems(options) + engine_problems(config))
     prompts = read_prompts(options)
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
@@ -222,7 +221,7 @@ def generate_all(
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-        quantization=config.quantization,
+        config=config,
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megalith.config.fields import Example, Ge, Gt, Le
+from megalith.config.fields import Example, Ge, Gt, Le, range_problems
 
 Quantization = Literal["none", "int8"]
 """Format of the weights of matmuls during inference. none: the dtype of the model; int8: one scale
@@ -36,12 +36,32 @@ class SpeculationConfig:
     """Speculative decoding: draft tokens that the model verifies, several in a step. The generated
     tokens are the same as without."""
 
-    method: Literal["none", "ngram"] = "none"
-    """Source of draft tokens. ngram: what followed the last tokens when they occurred before."""
+    method: Literal["none", "ngram", "draft_model"] = "none"
+    """Source of draft tokens. ngram: what followed the last tokens when they occurred before;
+    draft_model: a smaller model."""
+
+    draft_model: str | None = None
+    """Folder of the smaller model, which has the same tokenizer: a run, a checkpoint, or a Hugging
+    Face model."""
 
     num_draft_tokens: Annotated[int | None, Ge(1), Le(32), Example(4)] = None
     """Maximum number of draft tokens per sequence and step; fewer where few are accepted. Unset:
     4."""
+
+
+def speculation_problems(config: SpeculationConfig) -> list[str]:
+    """Return a message for every setting of speculative decoding that does not fit its method."""
+    if config.method == "draft_model" and config.draft_model is None:
+        return [
+            "speculation.method=draft_model needs speculation.draft_model. Set it to the folder of "
+            "a smaller model with the same tokenizer, or speculation.method to ngram."
+        ]
+    if config.method != "draft_model" and config.draft_model is not None:
+        return [
+            f"speculation.draft_model={config.draft_model} with speculation.method="
+            f"{config.method}, which uses no draft model. Set speculation.method to draft_model."
+        ]
+    return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +105,8 @@ class GenerateRun:
     """Settings of `megalith generate` and `megalith chat` besides their options."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def engine_problems(config: EngineConfig) -> list[str]:
+    """Return a message for every invalid setting of an engine."""
+    return range_problems(config) + speculation_problems(config.speculation)

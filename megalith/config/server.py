@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig, Pooling
+from megalith.config.serve import EngineConfig, Pooling, speculation_problems
 
 MIB = 2**20
 
@@ -94,7 +94,7 @@ class ServeRun:
 def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
-    problems = range_problems(run)
+    problems = range_problems(run) + speculation_problems(run.engine.speculation)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(
             f"--ssl-certfile={server.ssl_certfile} with --ssl-keyfile={server.ssl_keyfile}: TLS "

@@ -501,7 +501,14 @@ class InferenceEngine:
                 rows.append(DraftRow(choice.state.seq_id, token_ids, longest, make_sample_row))
         if len(rows) >= self.config.max_num_batched_tokens:
             return {}
-        return self._speculator.propose(rows)
+        try:
+            return self._speculator.propose(rows)
+        except Exception:
+            if self._tensor_parallel:
+                raise  # the ranks would not agree on the next collective
+            logger.exception("draft tokens cannot be proposed; the engine continues without them")
+            self._speculator = None
+            return {}
 
     def _sample(self, plan: StepPlan, logits: StepLogits, outputs: list[TokenOutput]) -> None:
         """Sample the next tokens of the rows whose last known token was processed, and add them to

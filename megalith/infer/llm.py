@@ -17,13 +17,18 @@ import torch
 
 from megalith.config.generation import SamplingParams
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig, Pooling, Quantization
+from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
 from megalith.errors import CheckpointError, ConfigError, DataError, UserError
 from megalith.infer.chat import select_template, with_turn_end
 from megalith.infer.engine import EngineCallback, InferenceEngine
-from megalith.infer.load import TextGenerator, build_engine, load_text_generator, open_source
+from megalith.infer.load import (
+    TextGenerator,
+    build_engine,
+    load_text_generator,
+    open_source,
+)
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -42,12 +47,12 @@ def load_generator(
     dtype: torch.dtype | None = None,
     kernels: KernelSetting = "auto",
     base: str | None = None,
-    quantization: Quantization = "none",
+    config: EngineConfig = DEFAULT_CONFIG,
 ) -> TextGenerator:
     """Load a run, a checkpoint or a Hugging Face folder for generation in this process.
 
-    `dtype`: default bf16 on a GPU, fp32 on a CPU; `base`: base model of adapters; `quantization`:
-    format of the weights of matmuls.
+    `dtype`: default bf16 on a GPU, fp32 on a CPU; `base`: base model of adapters; `config`: see
+    `load_text_generator`.
 
     Raises:
         CheckpointError, ConfigError, DataError: the source cannot be read or cannot generate text.
@@ -63,7 +68,7 @@ def load_generator(
         device,
         dtype,
         kernels=kernels,
-        quantization=quantization,
+        config=config,
     )
 
 
@@ -85,9 +90,7 @@ class LLM:
         """`model`: a run, a checkpoint, a Hugging Face folder, or a loaded model; `dtype` and
         `kernels`: of a model that is loaded here."""
         if not isinstance(model, TextGenerator):
-            model = load_generator(
-                model, dtype=dtype, kernels=kernels, quantization=config.quantization
-            )
+            model = load_generator(model, dtype=dtype, kernels=kernels, config=config)
         self.generator = model
         self.engine = build_engine(model, config, callbacks=callbacks)
 

@@ -10,7 +10,6 @@ import torch
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.fields import range_problems
 from megalith.config.kernels import (
     OPS,
     KernelsConfig,
@@ -20,7 +19,12 @@ from megalith.config.kernels import (
 )
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig, Quantization
+from megalith.config.serve import (
+    EngineConfig,
+    Quantization,
+    SpeculationConfig,
+    engine_problems,
+)
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
@@ -33,7 +37,8 @@ from megalith.hf.pretrained import (
 )
 from megalith.hf.release import release_run
 from megalith.infer.batch_invariance import check_batch_invariance
-from megalith.infer.cache import PagedKVCache, plan_cache, plan_pool
+from megalith.infer.cache import CachePlan, PagedKVCache, plan_cache, plan_pool
+from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
 from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.quantize import (
     build_int8_grouped_matmul_ops,
@@ -44,7 +49,14 @@ from megalith.infer.quantize import (
     set_int8_dtype,
 )
 from megalith.infer.runner import ModelRunner
-from megalith.infer.speculative import build_speculator, check_speculation
+from megalith.infer.speculative import (
+    NUM_DRAFT_TOKENS,
+    DraftLengthController,
+    DraftProposer,
+    NGramProposer,
+    Speculator,
+    check_speculation,
+)
 from megalith.kernels.backend import select_backends, unavailable_backends
 from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
@@ -62,6 +74,8 @@ from megalith.rules.run import check_kv_heads_fit_tp, model_problems
 logger = logging.getLogger(__name__)
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+DEFAULT_CONFIG = EngineConfig()
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded for generation."""
@@ -83,6 +97,9 @@ class TextGenerator:
     """What it was loaded from."""
 
     quantization: Quantization = "none"
+
+    draft_model: Decoder | None = None
+    """Smaller model that proposes draft tokens."""
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
@@ -164,12 +181,12 @@ def load_text_generator(
     *,
     kernels: KernelSetting = "auto",
     mlp_chunks: int = 1,
-    quantization: Quantization = "none",
+    config: EngineConfig = DEFAULT_CONFIG,
 ) -> TextGenerator:
     """Build and load this rank's shard of the model. Collective over the mesh.
 
-    `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `quantization`: format
-    of the weights of matmuls.
+    `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `config`: that of the
+    engine, for the format of the weights and the draft model.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -183,9 +200,18 @@ def load_text_generator(
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
-    quantizes = quantization == "int8"
+    quantizes = config.quantization == "int8"
     if quantizes:
         check_int8_supported(device, backends)
+    draft_model = None
+    if config.speculation.draft_model is not None:
+        opened = open_draft_model(config.speculation.draft_model, source.model, mesh.tp.size)
+        draft_config = replace(config, speculation=SpeculationConfig())
+        draft = load_text_generator(
+            opened, mesh, device, dtype, kernels=kernels, config=draft_config
+        )
+        check_same_vocabulary(tokenizer, draft.tokenizer, config.speculation.draft_model)
+        draft_model = draft.model
     # MTP layers are used in training only.
     context = build_context(
         replace(source.model, mtp=MTPConfig()),
@@ -218,8 +244,31 @@ def load_text_generator(
     load_weights(source, entries, mesh.world, rules=CheckpointConfig(skip=skipped))
     raise_on_all_ranks(lambda: load_int8_weights(quantized_weights, source.weights), mesh.world)
     return TextGenerator(
-        model.eval(), tokenizer, stop_ids(source, tokenizer), kernels, source, quantization
+        model=model.eval(),
+        tokenizer=tokenizer,
+        stops=stop_ids(source, tokenizer),
+        kernels=kernels,
+        source=source,
+        quantization=config.quantization,
+        draft_model=draft_model,
     )
+
+
+def open_draft_model(source: str, model: ModelConfig, tp: int) -> Pretrained:
+    """Open a draft model and check that the `tp` ranks of a model can share it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: it needs another parallel layout.
+    """
+    opened = open_source(source, tp)
+    layout = generation_layout(model, tp)
+    if opened.model.moe is not None and generation_layout(opened.model, tp) != layout:
+        raise ConfigError(
+            f"speculation.draft_model={source}: its experts need another parallel layout than the "
+            f"model on {tp} processes. Use a draft model without experts, or --nproc=1."
+        )
+    return opened
 
 
 def kernel_problems(
@@ -257,7 +306,7 @@ def build_engine(
     Raises:
         ConfigError: settings are invalid, or the memory does not suffice for the KV cache.
     """
-    raise_all(range_problems(config))
+    raise_all(engine_problems(config))
     if config.quantization not in ("none", generator.quantization):
         raise ConfigError(
             f"engine.quantization={config.quantization}: the model was loaded with quantization="
@@ -267,11 +316,17 @@ def build_engine(
     group, device = model.tp_comm.group, next(model.parameters()).device
     plan = plan_cache(model.config, tp=group.size, element_size=model.dtype.itemsize)
     check_speculation(config, plan)
+    draft_plan = plan_draft_cache(generator, config)
+    # bytes of a token in all groups: both caches store as many tokens
+    own_bytes = max(1, plan.bytes_per_token * len(plan.layout.groups))
+    draft_bytes = 0
+    if draft_plan is not None:
+        draft_bytes = draft_plan.bytes_per_token * len(draft_plan.layout.groups)
     size = plan_pool(
         model.config,
         config,
         plan,
-        free_bytes=_free_bytes(device, group),
+        free_bytes=_free_bytes(device, group) * own_bytes // (own_bytes + draft_bytes),
     )
     kernels = expand_kernel_setting(generator.kernels)
     cache = PagedKVCache(
@@ -285,6 +340,9 @@ def build_engine(
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
     runner = ModelRunner(model, cache, limits=limits)
+    draft_runner = None
+    if generator.draft_model is not None and draft_plan is not None:
+        draft_runner = build_draft_runner(generator.draft_model, draft_plan, runner)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
@@ -294,7 +352,7 @@ def build_engine(
             tokenizer=generator.tokenizer,
             eos_token_ids=generator.stops,
             callbacks=callbacks,
-            speculator=build_speculator(config, tp=group.size),
+            speculator=build_speculator(config, runner, draft_runner),
         )
 
     if config.batch_invariant:
@@ -325,6 +383,59 @@ def _check_invariant_backends(kernels: KernelsConfig) -> None:
                 f"batch_invariant=true with kernels.{op}={backend}: it needs the compiled kernels, "
                 "for every number of tokens. Set kernels to auto, or batch_invariant to false."
             )
+
+
+def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePlan | None:
+    """Plan the KV cache of the draft model, if the engine uses one.
+
+    Raises:
+        ConfigError: the generator was loaded without it, or it has recurrent states.
+    """
+    if config.speculation.method != "draft_model":
+        return None
+    model = generator.draft_model
+    if model is None:
+        raise ConfigError(
+            f"speculation.draft_model={config.speculation.draft_model}: the model was loaded "
+            "without it. Pass the same config to load_generator."
+        )
+    tp = model.tp_comm.group.size
+    plan = plan_cache(model.config, tp=tp, element_size=model.dtype.itemsize)
+    check_speculation(config, plan)
+    return plan
+
+
+def build_draft_runner(model: Decoder, plan: CachePlan, target: ModelRunner) -> ModelRunner:
+    """Return the runner of a draft model whose KV cache stores as many tokens as that of the
+    `target`."""
+    num_groups = max(1, len(target.cache.plan.layout.groups))
+    cache = PagedKVCache(
+        plan,
+        num_blocks=-(-target.cache.num_blocks * len(plan.layout.groups) // num_groups),
+        block_size=target.cache.block_size,
+        kernel=target.cache.kernel,
+    )
+    return ModelRunner(model, cache, limits=target.limits)
+
+
+def build_speculator(
+    config: EngineConfig, runner: ModelRunner, draft_runner: ModelRunner | None
+) -> Speculator | None:
+    """Return the speculator of an engine; None without drafts. `runner`: of its model."""
+    method, model = config.speculation.method, runner.model
+    if method == "none":
+        return None
+    proposer: DraftProposer = NGramProposer()
+    if draft_runner is not None:
+        proposer = DraftModelProposer(
+            draft_runner,
+            vocab_size=model.config.vocab_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+    longest = config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
+    # the clocks of tensor-parallel ranks differ
+    measures_time = model.tp_comm.group.size == 1
+    return Speculator(proposer, DraftLengthController(longest, measures_time=measures_time))
 
 
 def _small_batch_limits(

@@ -254,12 +254,3 @@ def check_speculation(config: EngineConfig, plan: CachePlan) -> None:
             f"speculation.method={method}: the model has layers of plug-ins, whose recurrent "
             "states cannot be restored after rejected drafts. Set speculation.method to none."
         )
-
-
-def build_speculator(config: EngineConfig, *, tp: int) -> Speculator | None:
-    """Return the speculator of an engine on one of `tp` ranks; None without drafts."""
-    speculation = config.speculation
-    if speculation.method == "none":
-        return None
-    longest = speculation.num_draft_tokens or NUM_DRAFT_TOKENS
-    return Speculator(NGramProposer(), DraftLengthController(longest, measures_time=tp == 1))

@@ -430,7 +430,7 @@ def load_engine(
         worker.device,
         getattr(torch, name),
         kernels=run.kernels,
-        quantization=run.engine.quantization,
+        config=run.engine,
     )
     callbacks: list[EngineCallback] = []
     if worker.rank == 0:

@@ -12,6 +12,7 @@ from megalith.config.generation import SamplingParams
 from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.load import build_draft_runner, build_speculator
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
@@ -19,7 +20,6 @@ from megalith.infer.speculative import (
     DraftProposer,
     DraftRow,
     Speculator,
-    build_speculator,
     check_speculation,
 )
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
@@ -42,12 +42,14 @@ def build(
     tokenizer: Any = None,
     speculation: str = "none",
     proposer: DraftProposer | None = None,
+    draft_model: Decoder | None = None,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `engine`:
     fields of EngineConfig."""
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
-    drafts = SpeculationConfig(method=speculation)  # type: ignore[arg-type]  # a name
+    method: Any = "draft_model" if draft_model is not None else speculation
+    drafts = SpeculationConfig(method=method)
     config = EngineConfig(cache=cache, speculation=drafts, **engine)
     tp = model.tp_comm.group.size
     plan = plan_cache(model.config, tp=tp, element_size=model.dtype.itemsize)
@@ -59,11 +61,15 @@ def build(
         batch_invariant=config.batch_invariant,
     )
     check_speculation(config, plan)
-    speculator = build_speculator(config, tp=tp)
+    runner, draft_runner = ModelRunner(model, pool), None
+    if draft_model is not None:
+        draft_plan = plan_cache(draft_model.config, tp=tp, element_size=model.dtype.itemsize)
+        draft_runner = build_draft_runner(draft_model, draft_plan, runner)
+    speculator = build_speculator(config, runner, draft_runner)
     if proposer is not None:
         speculator = Speculator(proposer, DraftLengthController(5, measures_time=False))
     return InferenceEngine(
-        ModelRunner(model, pool),
+        runner,
         config,
         max_model_len=size.max_model_len,
         tokenizer=tokenizer,

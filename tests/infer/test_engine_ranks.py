@@ -40,7 +40,8 @@ def on_a_rank(
 ) -> Generated:
     mesh = build_mesh(model_grid(generation_layout(config, world), config, world), rank=rank)
     model = make(config, mesh, dtype=torch.float64)
-    return generate(model, params, max_num_batched_tokens=8, max_num_seqs=8)
+    settings = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "speculation": "ngram"}
+    return generate(model, params, **settings)
 
 
 def check_ranks(world: int, config: ModelConfig, tiny: SimpleNamespace) -> None:

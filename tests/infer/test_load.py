@@ -20,7 +20,7 @@ from megalith.config.kernels import (
 from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, SpeculationConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
@@ -28,6 +28,7 @@ from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
 from megalith.infer.load import (
+    TextGenerator,
     build_engine,
     generation_layout,
     kernel_problems,
@@ -253,7 +254,58 @@ def test_mtp_layers_are_neither_built_nor_loaded(
     assert text(path) == expected
 
 
-@pytest.mark.parametrize(("experts", "ep"), [(6, 2), (5, 1)])
+def load_with_draft(source: Path, draft_model: Path) -> TextGenerator:
+    speculation = SpeculationConfig(method="draft_model", draft_model=str(draft_model))
+    return load_text_generator(
+        open_source(str(source), 1),
+        build_single_rank_mesh(),
+        CPU,
+        torch.float32,
+        config=EngineConfig(speculation=speculation),
+    )
+
+
+def test_draft_model_is_loaded_and_has_a_cache_of_its_own(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tokenizer = TokenizerConfig(kind="null", vocab_size=37)
+    source = save(tmp_path / "a", tiny.model(tiny.config()), tokenizer)
+    draft = save(tmp_path / "b", tiny.model(tiny.config(num_layers=1)), tokenizer)
+    generator = load_with_draft(source, draft)
+    config = EngineConfig(
+        speculation=SpeculationConfig(method="draft_model", draft_model=str(draft))
+    )
+    engine = build_engine(generator, config)
+    plain = build_engine(generator, EngineConfig())
+    outputs = [run(each, [([1, 2, 3], GREEDY)])[0].outputs[0] for each in (engine, plain)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert engine.scheduler.make_stats().num_drafts > 0
+    for loaded, message in (
+        (replace(generator, draft_model=None), "the model was loaded without it. Pass the same"),
+        (generator, "speculation.method=draft_model needs speculation.draft_model. Set it to"),
+    ):
+        if loaded is generator:
+            config = EngineConfig(speculation=SpeculationConfig(method="draft_model"))
+        with pytest.raises(ConfigError, match=message):
+            build_engine(loaded, config)
+    config = EngineConfig(speculation=SpeculationConfig(method="ngram", draft_model="x"))
+    with pytest.raises(ConfigError, match=r"draft_model=x with .*method=ngram, which uses no dra"):
+        build_engine(generator, config)
+
+
+def test_draft_model_with_another_vocabulary_is_rejected(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(vocab_size=300))
+    source = save(tmp_path / "a", model, TokenizerConfig())
+    numbers = save(tmp_path / "b", model, TokenizerConfig(kind="null", vocab_size=257))
+    fewer = save(tmp_path / "c", model, TokenizerConfig(kind="null", vocab_size=200))
+    with pytest.raises(ConfigError, match=r"/c/.*: its tokenizer has 200 tokens, .* has 257. Use"):
+        load_with_draft(source, fewer)
+    with pytest.raises(ConfigError, match=r"its token 0 is '.*', that of the model is '.*'. Use a"):
+        load_with_draft(source, numbers)
+
+
 def test_whole_experts_are_divided_over_ranks_if_possible(
     experts: int, ep: int, tiny: SimpleNamespace
 ) -> None:

@@ -37,6 +37,7 @@ from megalith.testing.ranks import run_ranks
 from tests.infer.engines import build, run
 
 CPU = torch.device("cpu")
+INT8 = EngineConfig(quantization="int8")
 PARAMS = SamplingParams(max_new_tokens=7, seed=1234, logprobs=0)
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
@@ -65,7 +66,7 @@ def load(path: Path, quantization: Quantization, dtype: torch.dtype = torch.floa
         build_single_rank_mesh(),
         CPU,
         dtype,
-        quantization=quantization,
+        config=EngineConfig(quantization=quantization),
     )
 
 
@@ -108,7 +109,7 @@ def test_int8_model_equals_the_model_with_dequantized_weights(
 def generate_on_rank(rank: int, world: int, path: Path, config: ModelConfig) -> list[Any]:
     mesh = build_mesh(model_grid(generation_layout(config, world), config, world), rank=rank)
     generator = load_text_generator(
-        open_source(str(path), world), mesh, CPU, torch.float64, quantization="int8"
+        open_source(str(path), world), mesh, CPU, torch.float64, config=INT8
     )
     return generate(generator.model)
 
@@ -180,7 +181,7 @@ def test_unusable_quantization_is_rejected(tmp_path: Path, tiny: SimpleNamespace
             build_single_rank_mesh(),
             torch.device("meta"),
             torch.float32,
-            quantization="int8",
+            config=INT8,
         )
     with torch.no_grad():
         model.get_parameter("layers.0.mlp.down.down").fill_(float("nan"))

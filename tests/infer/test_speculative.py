@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megalith.config.generation import SamplingParams
+from megalith.config.model import AttentionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import ConfigError
+from megalith.infer.draft_model import DraftModelProposer
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import SampleRow
@@ -284,6 +286,81 @@ def test_a_failed_step_is_repeated_without_drafts(tiny: SimpleNamespace) -> None
     for output in outputs:
         check_logprobs(model, output)
     assert engine.scheduler.make_stats().num_used_blocks == 0
+
+
+class FailingProposer(WrongProposer):
+    """Fails at its third call."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Raise an error."""
+        if len(self.num_rows) == 2:
+            raise RuntimeError("out of memory")
+        return super().propose(rows)
+
+
+def test_an_error_of_the_proposer_ends_drafts_but_no_request(
+    tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    requests = [([n, 1, 2], SAMPLED) for n in range(3)]
+    outputs = run(build(model, proposer=FailingProposer()), requests)
+    assert tokens_of(outputs) == tokens_of(run(build(model), requests))
+    assert "draft tokens cannot be proposed; the engine continues without" in caplog.text
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "the same model": {},
+    "a smaller vocabulary": {"vocab_size": 31},
+    "a larger vocabulary": {"vocab_size": 41},
+    "a window": {"attention": AttentionConfig(window=5)},
+    "a shorter context": {"max_seq_len": 24},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_a_model_change_no_token(kind: str, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    draft_model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64)
+    draw = random.Random(len(kind))
+    requests = [
+        (
+            [draw.randrange(37) for _ in range(draw.randint(1, 20))],
+            replace(
+                SAMPLED,
+                seed=number,
+                n=draw.choice([1, 2]),
+                temperature=draw.choice([0.0, 0.5, 1.0]),
+                repetition_penalty=draw.choice([1.0, 1.2]),
+                logit_bias=((36, 1.0),),
+                max_new_tokens=25,
+            ),
+        )
+        for number in range(6)
+    ]
+    reference = run(build(model), requests)
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_prefill_chunk_tokens": 1}
+    for block_size, num_blocks in ((1, 110), (3, 24), (16, None)):
+        engine = build(
+            model,
+            draft_model=draft_model,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=60,
+            **settings,
+        )
+        outputs = run(engine, requests, {2: 3, 4: 9})
+        assert tokens_of(outputs) == tokens_of(reference)
+        for output in outputs:
+            check_logprobs(model, output)
+        num_drafts, num_accepted = count_accepted(engine)
+        assert 0 < num_accepted <= num_drafts
+        if kind == "the same model":
+            assert num_accepted == num_drafts, "the same noise gives the same token"
+        assert engine._speculator is not None
+        proposer = engine._speculator.proposer
+        assert isinstance(proposer, DraftModelProposer)
+        assert not proposer._cache.states
+        assert proposer._cache._manager.allocator.num_used == 0
 
 
 def test_models_with_recurrent_states_are_rejected() -> None:
