@@ -58,6 +58,7 @@ OPTIONAL_PACKAGES = (
     "fastapi",
     "flash_attn",
     "huggingface_hub",
+    "llguidance",
     "pyarrow",
     "sentencepiece",
     "tensorboard",

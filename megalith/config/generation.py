@@ -1,5 +1,6 @@
 """Sampling settings of text generation: `SamplingParams` of a request and their limits."""
 
+import json
 import math
 import re
 from collections import Counter
@@ -21,6 +22,7 @@ from megalith.config.fields import (
     union_options,
 )
 from megalith.errors import ConfigError, did_you_mean
+from megalith.storage import parse_json
 
 LogprobsMode = Literal["raw", "processed"]
 """raw: log-softmax of the model's logits; processed: after all processors, the temperature and the
@@ -35,6 +37,53 @@ MAX_STRING_CHARACTERS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_BANNED_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_SCHEMA_NESTING = 64
+MAX_REGEX_BYTES = 4 * 1024
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_STRUCTURE_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Structure that the text of a request must have: exactly one of the first five fields is set.
+
+    The output ends where the structure is complete, and only there, unless a length or a stop
+    string of the request truncates it.
+    """
+
+    json: str | None = None
+    """JSON schema as JSON text (in requests also an object)."""
+
+    json_object: bool = False
+    """Any JSON object."""
+
+    regex: str | None = None
+    """Regular expression that matches the entire output, in the syntax of Rust's regex crate."""
+
+    choice: tuple[str, ...] = ()
+    """Texts, one of which is the output."""
+
+    grammar: str | None = None
+    """Grammar in Lark syntax, whose rule `start` is the output."""
+
+    reasoning_end: str | None = None
+    """Text that ends the reasoning before the structure. Unset: the structure begins at once."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the fields that define a structure."""
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        return [name for name in names if getattr(self, name) not in (None, False, ())]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are set as plain JSON data."""
+        values = {name: getattr(self, name) for name in (*self.kinds, "reasoning_end")}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +176,9 @@ class SamplingParams:
     deadline_s: Annotated[float | None, Gt(0), Example(60.0)] = None
     """Abort the request this many seconds after its arrival. Unset: never."""
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """Structure of the text, such as a JSON schema. Unset: any text."""
+
     cache_salt: str | None = None
     """Share cached prefixes only with requests of the same salt. Unset: with all others without
     one."""
@@ -153,12 +205,7 @@ class SamplingParams:
         defaults = {name: item.default for name, item in field_ranges(SamplingParams).items()}
         values = {name: getattr(self, name) for name in defaults}
         changed = {name: value for name, value in values.items() if value != defaults[name]}
-        return {
-            name: {str(token): bias for token, bias in value}
-            if name == "logit_bias"
-            else (list(value) if isinstance(value, tuple) else value)
-            for name, value in changed.items()
-        }
+        return {name: _to_json(name, value) for name, value in changed.items()}
 
     @property
     def is_greedy(self) -> bool:
@@ -190,7 +237,17 @@ MIN_TEMPERATURE = 1e-9
 by 1e-7 are a factor e^100 apart, and the noise of two tokens differs by less than 41."""
 
 
+def _to_json(name: str, value: Any) -> Any:  # the value of any field, as plain data
+    if name == "logit_bias":
+        return {str(token): bias for token, bias in value}
+    if isinstance(value, StructuredOutputsParams):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _from_json(name: str, value: Any) -> Any:  # parsed JSON of any shape, checked later
+    if name == "structured_outputs" and isinstance(value, Mapping):
+        return _read_structure(value)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple((_token_id(token), bias) for token, bias in value.items())
     if name == "logit_bias" and isinstance(value, list):
@@ -198,6 +255,29 @@ def _from_json(name: str, value: Any) -> Any:  # parsed JSON of any shape, check
     if name in ("stop", "bad_words") and isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _read_structure(data: Mapping[str, Any]) -> StructuredOutputsParams:
+    """Build the structure of JSON data; a schema becomes text, and values are not checked.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    known = [field.name for field in fields(StructuredOutputsParams)]
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        advice = did_you_mean(unknown[0], known) or f" Use one of {', '.join(known)}."
+        raise ConfigError(
+            f"structured_outputs.{_shorten(unknown[0])}: there is no such field.{advice}"
+        )
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) and name == "choice" else value
+        for name, value in data.items()
+        if not (value is None or (name == "json_object" and value is False))
+    }
+    if "json" in values and not isinstance(values["json"], str):
+        values["json"] = json.dumps(values["json"])
+    return StructuredOutputsParams(**values)
 
 
 def _token_id(key: object) -> object:
@@ -249,6 +329,7 @@ _TYPE_WORDS: Mapping[Hint, str] = {
     tuple[str, ...]: "a list of texts",
     tuple[int, ...]: "a list of token ids",
     tuple[tuple[int, float], ...]: "a mapping from token ids to numbers",
+    StructuredOutputsParams: "an object with json, json_object, regex, choice or grammar",
 }
 """What a value of a type has to be, in messages."""
 
@@ -269,6 +350,7 @@ _EXAMPLES: Mapping[str, str] = {
     "prompt_logprobs": "5",
     "deadline_s": "60",
     "cache_salt": "text",
+    "structured_outputs": '{"choice": ["yes", "no"]}',
 }
 """Values that messages about types recommend; the default of the other fields."""
 
@@ -376,12 +458,91 @@ def _check_logit_bias(params: SamplingParams) -> Iterator[str]:
         yield f"logit_bias has the token id {token} {count} times. Pass each id once."
 
 
+def _check_structure(params: SamplingParams) -> Iterator[str]:
+    structure = params.structured_outputs
+    if structure is None:
+        return
+    name = "structured_outputs"
+    kinds = structure.kinds
+    if len(kinds) != 1:
+        given = " and ".join(kinds) or "none"
+        yield (
+            f"{name} must have exactly one of json, json_object, regex, choice and grammar, but "
+            f"has {given}. Use one."
+        )
+        return
+    wrong = _structure_type_problem(structure)
+    if wrong is not None:
+        yield f"{name}.{wrong}"
+    elif structure.json is not None:
+        yield from _check_schema(f"{name}.json", structure.json)
+    elif structure.choice:
+        yield from _check_texts(f"{name}.choice", structure.choice, MAX_STRUCTURE_CHOICES)
+    elif structure.regex is not None:
+        yield from _check_size(f"{name}.regex", structure.regex, MAX_REGEX_BYTES)
+    elif structure.grammar is not None:
+        yield from _check_size(f"{name}.grammar", structure.grammar, MAX_GRAMMAR_BYTES)
+
+
+def _structure_type_problem(structure: StructuredOutputsParams) -> str | None:
+    """Return the message about the first field that has another type."""
+    for name, hint in field_types(StructuredOutputsParams).items():
+        value = getattr(structure, name)
+        if not _matches(value, hint):
+            words = _TYPE_WORDS[union_options(hint)[0]]
+            return f"{name}={_shorten(value)} must be {words}."
+    return None
+
+
+def _check_size(name: str, text: str, limit: int) -> Iterator[str]:
+    nbytes = len(text.encode("utf-8", "surrogatepass"))
+    if nbytes > limit:
+        yield f"{name} has {nbytes} bytes, but the limit is {limit}. Use a shorter one."
+    elif not text:
+        yield f"{name} is an empty text, which allows no output. Leave it unset."
+
+
+def _check_schema(name: str, text: str) -> Iterator[str]:
+    """Yield the message about a JSON schema that is too large, or no JSON object."""
+    sizes = list(_check_size(name, text, MAX_SCHEMA_BYTES))
+    if sizes:
+        yield from sizes
+        return
+    example = '{"type": "object"}'
+    try:
+        schema = parse_json(text)
+    except ValueError as error:
+        yield f"{name} is not JSON ({error}). Use a schema, such as {example}."
+        return
+    if not isinstance(schema, dict):
+        yield f"{name}={_shorten(text)} must be an object. Use a schema, such as {example}."
+    elif _measure_nesting(schema) > MAX_SCHEMA_NESTING:
+        yield (
+            f"{name} has arrays and objects nested more than {MAX_SCHEMA_NESTING} levels. Use "
+            "fewer, or $defs."
+        )
+
+
+def _measure_nesting(document: object) -> int:
+    """Return the number of levels of arrays and objects in parsed JSON."""
+    depth, level = 0, [document]
+    while level := [value for value in level if isinstance(value, list | dict)]:
+        depth += 1
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    return depth
+
+
 _CHECKS: Mapping[str, Callable[[SamplingParams], Iterator[str]]] = {
     "stop": lambda params: _check_texts("stop", params.stop, MAX_STOP_STRINGS),
     "bad_words": lambda params: _check_texts("bad_words", params.bad_words, MAX_BANNED_TOKENS),
     "seed": _check_seed,
     "cache_salt": _check_cache_salt,
     "logit_bias": _check_logit_bias,
+    "structured_outputs": _check_structure,
 }
 """Checks of single fields by name, beyond type and range."""
 

@@ -3,6 +3,7 @@ files, or trained."""
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.data import MERGES, VOCABULARY, find_merges_file
-from megalith.data.tokenizer_formats import Encoding, join_ids
+from megalith.data.tokenizer_formats import Encoding, join_ids, piece_bytes
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -138,6 +139,32 @@ class HuggingFaceTokenizer:
             return len(self.decode(ids).encode())
         return int(self._byte_lengths[np.asarray(ids, np.int64)].sum())
 
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """Return the bytes of every id; None for special tokens and unused ids.
+
+        Raises:
+            DataError: the tokenizer is neither byte-level nor of pieces as in SentencePiece.
+        """
+        description = json.loads(self._tokenizer.to_str())
+        decoders = _list_types(description["decoder"])
+        added = {entry["id"]: entry for entry in description["added_tokens"]}
+        if not decoders & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            raise DataError(
+                f"tokenizer.path={self.path}: the bytes of its tokens are not known, because it "
+                f"decodes with {', '.join(sorted(decoders)) or 'nothing'}. Use a model with a "
+                "byte-level or SentencePiece tokenizer."
+            )
+        result: list[bytes | None] = [None] * self.vocab_size
+        for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token in added:
+                result[token] = None if added[token]["special"] else text.encode()
+            elif "ByteLevel" in decoders:
+                result[token] = bytes(_BYTES_OF_CHARACTERS[character] for character in text)
+            else:
+                is_byte = "ByteFallback" in decoders and _BYTE_PIECE.fullmatch(text) is not None
+                result[token] = piece_bytes(text, is_byte=is_byte)
+        return result
+
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
         """Bytes per id of a byte-level tokenizer, whose tokens have one character per byte; else
@@ -164,6 +191,30 @@ class HuggingFaceTokenizer:
             )
         candidate_ids = (self._id(token) for token in (wanted, named, *_EOD_NAMES))
         return next((number for number in candidate_ids if number is not None), None)
+
+
+def _map_characters() -> dict[str, int]:
+    """Return the byte of each character of byte-level tokens: printable Latin-1 characters are
+    their own bytes, the other bytes are characters from U+0100. Source: Radford et al. 2019, in the
+    code of GPT-2 (bytes_to_unicode)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }
+
+
+_BYTES_OF_CHARACTERS = _map_characters()
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _list_types(decoder: Any) -> set[str]:  # JSON: null, a decoder, or a sequence of decoders
+    """Return the types of the decoders in a tokenizer's description."""
+    if not decoder:
+        return set()
+    if decoder["type"] == "Sequence":
+        return {name for inner in decoder["decoders"] for name in _list_types(inner)}
+    return {decoder["type"]}
 
 
 def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFaceTokenizer:

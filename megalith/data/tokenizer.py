@@ -77,6 +77,14 @@ class Tokenizer(Protocol):
         """Return the UTF-8 bytes of the text of the ids; 0 for special tokens and for ids without
         text."""
 
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """Return the bytes of every id inside a text; None for special tokens and for ids without
+        text.
+
+        Raises:
+            DataError: the format does not define them.
+        """
+
 
 class ByteTokenizer:
     """Tokenizer of the 256 bytes of UTF-8, with id 256 as end-of-document token."""
@@ -120,6 +128,10 @@ class ByteTokenizer:
     def num_bytes(self, ids: Sequence[int]) -> int:
         """Return the number of ids other than the end token."""
         return sum(token < 256 for token in ids)
+
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """Return the 256 bytes, and None for the end token."""
+        return [*(bytes([byte]) for byte in range(256)), None]
 
     def _spans(self, text: str) -> Encoding:
         ids = self.encode(text)
@@ -181,6 +193,14 @@ class NullTokenizer:
     def num_bytes(self, ids: Sequence[int]) -> int:
         """Return 0, because mock ids have no text."""
         return 0
+
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """Raise an error, because mock ids have no text.
+
+        Raises:
+            DataError: always.
+        """
+        raise DataError("tokenizer.kind=null: its ids have no text. Use a model with a tokenizer.")
 
     def _id(self, word: str) -> int:
         if not word.isascii() or not word.isdigit() or int(word) >= self.vocab_size:

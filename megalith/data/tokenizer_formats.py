@@ -244,6 +244,13 @@ class TiktokenTokenizer:
         """Return the UTF-8 bytes of the text of the ids."""
         return len(self._bytes(ids))
 
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """Return the bytes of every id; None for special tokens."""
+        return [
+            None if token in self._ids_of_specials else self._bytes([token])
+            for token in range(self.vocab_size)
+        ]
+
     def _bytes(self, ids: Sequence[int]) -> bytes:
         ordinary = [
             int(token) - self._shift for token in ids if int(token) not in self._ids_of_specials
@@ -351,6 +358,17 @@ def _library(file: Path) -> Any:  # the tiktoken module
 # --- SentencePiece
 
 MODEL = "tokenizer.model"
+SPACE = "\u2581"
+"""Character that stands for a space in pieces."""
+
+
+def piece_bytes(piece: str, *, is_byte: bool) -> bytes:
+    """Return the bytes of a piece inside a text; `is_byte`: its text is the number of a byte.
+
+    >>> piece_bytes("\u2581a", is_byte=False), piece_bytes("<0x0A>", is_byte=True)
+    (b' a', b'\\n')
+    """
+    return bytes([int(piece[3:-1], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
 
 
 class SentencePieceTokenizer:
@@ -430,6 +448,16 @@ class SentencePieceTokenizer:
     def num_bytes(self, ids: Sequence[int]) -> int:
         """Return the UTF-8 bytes of the text of the ids."""
         return len(self.decode(ids).encode())
+
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """Return the bytes of every piece; None for control, unknown and unused pieces."""
+        return [self._piece_bytes(token) for token in range(self.vocab_size)]
+
+    def _piece_bytes(self, token: int) -> bytes | None:
+        model = self._model
+        if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
+            return None
+        return piece_bytes(model.id_to_piece(token), is_byte=model.is_byte(token))
 
     def _spans(self, text: str) -> Encoding:
         """Return ids and spans, empty spans extended by one character.

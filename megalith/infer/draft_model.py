@@ -164,6 +164,7 @@ def plan_row(state: SequenceState, count: int) -> PlannedRow:
     """Return the row that processes the next `count` tokens of a sequence."""
     start = state.num_computed_tokens
     samples = start + count == len(state.token_ids)
+    return PlannedRow(state.seq_id, start, count, samples, state.block_tables)
 
 
 def without_logprobs(row: SampleRow) -> SampleRow:

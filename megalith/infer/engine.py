@@ -36,6 +36,13 @@ from megalith.infer.sample import (
 )
 from megalith.infer.speculative import DraftRow, Speculator
 from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
+from megalith.infer.structured_output import (
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarState,
+    compute_masks,
+)
 from megalith.kernels.rope import rope_length
 from megalith.plan.keys import key
 from megalith.plan.serving.scheduler import (
@@ -78,6 +85,9 @@ class _Choice:
     counts: TokenCounts | None
     """Counts of its tokens, if penalties need them."""
 
+    grammar: GrammarState | None
+    """Its position in the grammar of the request; unchanged by preemption."""
+
 
 @dataclass(slots=True)
 class _Request:
@@ -89,8 +99,25 @@ class _Request:
     pooler: HiddenStatePooler | None
     """Set if the request asks for an embedding."""
 
+    grammar: Grammar | None
     choices: list[_Choice] = field(default_factory=list)
     """The first choice, and after its first token the others."""
+
+
+class _VerifiedRow(NamedTuple):
+    """A choice with the drafts of its row in a step."""
+
+    choice: _Choice
+    draft_ids: tuple[int, ...]
+    positions: range
+    """Rows of logits: after the last known token, and after each draft."""
+
+    masks: Tensor | None = None
+    """bool [positions, v]: tokens that the grammar allows."""
+
+    def mask(self, count: int) -> Tensor | None:
+        """Return the allowed tokens after `count` drafts."""
+        return None if self.masks is None else self.masks[count]
 
 
 class _RowFailure(NamedTuple):
@@ -130,6 +157,10 @@ class InferenceEngine:
         self.scheduler = Scheduler(scheduler_config(config, runner.cache))
         self._tokenizer, self._eos = tokenizer, eos_token_ids
         self._callbacks, self._speculator = callbacks, speculator
+        self.grammars = (
+            None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size)
+        )
+        """Compiles the grammars of requests; `add_request` does it too, but it takes time."""
         self._tensor_parallel = model.tp_comm.group.size > 1
         self._requests: dict[int, _Request] = {}
         self._choices: dict[int, _Choice] = {}
@@ -171,6 +202,10 @@ class InferenceEngine:
             )
         raise_all(problems)
         check_prompt(prompt_token_ids, self.model_config, self.max_model_len, params)
+        grammar = None
+        if params.structured_outputs is not None:
+            assert self.grammars is not None, "checked by text_problems"
+            grammar = self.grammars.compile(params.structured_outputs)
         number = self._num_requests
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         output = RequestOutput(
@@ -186,7 +221,7 @@ class InferenceEngine:
             () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
         )
         pooler = None if pooling is None else HiddenStatePooler(pooling)
-        request = _Request(output, params, seed, deadline, bad_word_ids, pooler)
+        request = _Request(output, params, seed, deadline, bad_word_ids, pooler, grammar)
         if params.cache_salt is not None:
             salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
         choice = self._new_choice(request, 0, salt)
@@ -292,7 +327,8 @@ class InferenceEngine:
             tokenizer=self._tokenizer,
         )
         counts = TokenCounts(prompt) if params.has_penalties else None
-        return _Choice(request, request.output.outputs[index], state, stopping, counts)
+        grammar = None if request.grammar is None else request.grammar.start(stopping.end_ids)
+        return _Choice(request, request.output.outputs[index], state, stopping, counts, grammar)
 
     def _max_total_tokens(self, request: _Request) -> int:
         """Return the largest number of tokens that a choice of a request can have."""
@@ -518,8 +554,7 @@ class InferenceEngine:
         for row in plan.rows:
             if row.seq_id in logits.hidden:
                 outputs += self._add_hidden_states(row, logits.hidden[row.seq_id])
-        verified: list[tuple[_Choice, tuple[int, ...]]] = []  # choices and their drafts
-        indices: list[int] = []
+        verified: list[_VerifiedRow] = []
         end = 0
         for row in logits.rows:
             positions = range(end, end + 1 + len(row.draft_ids))
@@ -530,25 +565,30 @@ class InferenceEngine:
             if choice.request.params.max_new_tokens == 0:
                 outputs += self._end_request(choice.request, "length")
                 continue
-            for sibling in self._fork(choice):
-                verified.append((sibling, row.draft_ids))
-                indices += positions
+            verified += [
+                _VerifiedRow(sibling, row.draft_ids, positions) for sibling in self._fork(choice)
+            ]
+        verified = self._add_grammar_masks(verified, logits.next_token.device, outputs)
         if not verified:
             return
         rows = [
-            self._make_sample_row(choice, draft_ids[:count])
-            for choice, draft_ids in verified
-            for count in range(len(draft_ids) + 1)
+            self._make_sample_row(each.choice, each.draft_ids[:count], each.mask(count))
+            for each in verified
+            for count in range(len(each.draft_ids) + 1)
         ]
+        indices = [index for each in verified for index in each.positions]
         sampled = iter(
             sample_tokens(
                 _select(logits.next_token, indices), rows, vocab_size=self.model_config.vocab_size
             )
         )
-        for choice, draft_ids in verified:
-            outputs += self._verify(choice, draft_ids, list(islice(sampled, len(draft_ids) + 1)))
+        for each in verified:
+            results = list(islice(sampled, len(each.draft_ids) + 1))
+            outputs += self._verify(each.choice, each.draft_ids, results)
 
-    def _make_sample_row(self, choice: _Choice, draft_ids: Sequence[int]) -> SampleRow:
+    def _make_sample_row(
+        self, choice: _Choice, draft_ids: Sequence[int], grammar_mask: Tensor | None = None
+    ) -> SampleRow:
         """Return what determines the token after the tokens of a choice and drafts."""
         request, counts, output_ids = choice.request, choice.counts, choice.completion.token_ids
         if draft_ids:
@@ -564,6 +604,7 @@ class InferenceEngine:
             counts=counts,
             end_ids=choice.stopping.end_ids,
             bad_word_ids=request.bad_word_ids,
+            grammar_mask=grammar_mask,
         )
 
     def _verify(
@@ -584,6 +625,24 @@ class InferenceEngine:
                 number = choice.state.seq_id
                 self._speculator.lengths.record_drafts(number, len(draft_ids), num_accepted)
         return outputs
+
+    def _add_grammar_masks(
+        self, verified: list[_VerifiedRow], device: torch.device, outputs: list[TokenOutput]
+    ) -> list[_VerifiedRow]:
+        """Return the rows with the tokens that grammars allow; a choice whose grammar fails ends,
+        and its last output is added. On a GPU the forward pass runs meanwhile."""
+        rows: list[_VerifiedRow] = []
+        for row in verified:
+            grammar = row.choice.grammar
+            if grammar is not None:
+                try:
+                    masks = torch.from_numpy(compute_masks(grammar, row.draft_ids))
+                    row = row._replace(masks=masks.to(device))
+                except GrammarError as error:
+                    outputs.append(self._end_choice(row.choice, "error", error=str(error)))
+                    continue
+            rows.append(row)
+        return rows
 
     def _fork(self, choice: _Choice) -> list[_Choice]:
         """Return the choices that sample from the logits of `choice`: after the prompt all choices
@@ -607,7 +666,14 @@ class InferenceEngine:
             timings.first_token = time.monotonic()
         if sampled.error is not None:
             return self._end_choice(choice, "error", error=sampled.error)
-        stop = choice.stopping.check(sampled.token)
+        is_complete = False
+        if choice.grammar is not None:
+            try:
+                choice.grammar.accept(sampled.token)
+            except GrammarError as error:
+                return self._end_choice(choice, "error", error=str(error))
+            is_complete = choice.grammar.is_finished
+        stop = choice.stopping.check(sampled.token, is_complete=is_complete)
         self.scheduler.append_token(choice.state.seq_id, sampled.token, is_cached=is_draft)
         output = TokenOutput(
             choice.request.output.request_id,
@@ -692,12 +758,18 @@ def text_problems(params: SamplingParams, tokenizer: Tokenizer | None) -> list[s
     """Return a message for every parameter that needs a tokenizer, if there is none."""
     if tokenizer is not None:
         return []
-    return [
+    problems = [
         f"{name}={list(value)}: the model has no tokenizer. Use stop_token_ids or "
         "allowed_token_ids."
         for name, value in (("stop", params.stop), ("bad_words", params.bad_words))
         if value
     ]
+    if params.structured_outputs is not None:
+        problems.append(
+            "structured_outputs: the model has no tokenizer, so its output has no text. Use "
+            "allowed_token_ids."
+        )
+    return problems
 
 
 def pooling_problems(params: SamplingParams, pooling: Pooling | None) -> list[str]:

@@ -15,12 +15,12 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from megalith.config.generation import SamplingParams
+from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import KernelSetting
 from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
-from megalith.errors import CheckpointError, ConfigError, DataError, UserError
+from megalith.errors import CheckpointError, ConfigError, DataError, UserError, raise_all
 from megalith.infer.chat import select_template, with_turn_end
 from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.load import (
@@ -377,6 +377,10 @@ class AsyncLLM:
             ids = await asyncio.to_thread(encode_prompt, prompt, generator.tokenizer)
         else:
             ids = prompt
+        structure, grammars = params.structured_outputs, self.engine.grammars
+        if structure is not None and grammars is not None:
+            raise_all(sampling_problems(params, vocab_size=None))
+            await asyncio.to_thread(grammars.compile, structure)  # a step would wait for it
         loop = asyncio.get_running_loop()
         added: asyncio.Future[RequestOutput] = loop.create_future()
         stream = _Stream(loop, asyncio.Queue(), params.n)

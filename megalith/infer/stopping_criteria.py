@@ -181,8 +181,11 @@ class StoppingCriteria:
         self._params = params
         self._max_context_tokens = max_total_tokens - len(prompt_ids)
 
-    def check(self, token: int) -> StopCheck:
-        """Add a token of the output; return its text and whether the output ends."""
+    def check(self, token: int, *, is_complete: bool = False) -> StopCheck:
+        """Add a token of the output; return its text and whether the output ends.
+
+        is_complete: whether nothing can follow the token in the structure of the output.
+        """
         self.num_output += 1
         can_stop = self.num_output > self._params.min_tokens
         is_end = can_stop and token in self.end_ids
@@ -195,6 +198,8 @@ class StoppingCriteria:
             finish = "stop"
         elif is_end:
             finish, reason = "stop", token
+        elif is_complete:
+            finish = "stop"
         elif self.num_output == self._params.max_new_tokens:
             finish = "length"
         elif self.num_output >= self._max_context_tokens:

@@ -306,6 +306,7 @@ def test_draft_model_with_another_vocabulary_is_rejected(
         load_with_draft(source, numbers)
 
 
+@pytest.mark.parametrize(("experts", "ep"), [(6, 2), (5, 1)])
 def test_whole_experts_are_divided_over_ranks_if_possible(
     experts: int, ep: int, tiny: SimpleNamespace
 ) -> None:

@@ -1,6 +1,5 @@
 """Stopping criteria: end tokens, lengths, and stop strings in streamed text of every tokenizer."""
 
-import base64
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 from megalith.config.generation import SamplingParams
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, StreamDecoder, Tokenizer
-from megalith.data.tokenizer_formats import SentencePieceTokenizer, TiktokenTokenizer
 from megalith.infer.stopping_criteria import StopCheck, StoppingCriteria, TextStream
 from tests.cases import loop_over
+from tests.infer.tokenizers import make_tokenizer
 
 EOS = 256
 TEXTS = (
@@ -202,30 +201,7 @@ def test_first_space_of_the_output_is_kept_after_a_prompt() -> None:
 
 @pytest.fixture(params=["byte", "null", "bpe", "sentencepiece", "tiktoken"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    if request.param == "byte":
-        return ByteTokenizer()
-    if request.param == "null":
-        return NullTokenizer(12)
-    if request.param == "bpe":
-        return train_bpe(list(TEXTS) * 4, vocab_size=300, path=str(tmp_path / "bpe"))
-    library = pytest.importorskip(request.param)
-    if request.param == "tiktoken":
-        pieces = [bytes([byte]) for byte in range(256)]
-        pieces += [b"th", b"the", b" the", b"ST", b" ST", b"END", b" \xf0\x9f", b"\xe2\x98", b"aa"]
-        lines = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)]
-        (tmp_path / "vocabulary").write_bytes(b"".join(lines))
-        return TiktokenTokenizer(str(tmp_path / "vocabulary"))
-    words = "the quick brown fox jumps over the lazy dog and the other STOP END"
-    (tmp_path / "text").write_text("\n".join(words[n:] for n in range(40)) * 4)
-    library.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"),
-        model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=320,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    return SentencePieceTokenizer(str(tmp_path))
+    return make_tokenizer(request.param, tmp_path)
 
 
 def reference_text(text: str, stop: Sequence[str], *, include: bool) -> str:
