@@ -72,6 +72,10 @@ class ServeOptions:
     """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
     file; default: that of the fine-tuning run, else the model's."""
 
+    parsers: tuple[str, ...] = ()
+    """Formats in which the model writes reasoning (deepseek-r1, nemotron-v3 or qwen3) and tool
+    calls (hermes, json, llama3-json or qwen3-coder)."""
+
     generation_defaults: Literal["model", "none"] = "model"
     """model: sampling parameters that a request leaves out have the values of the model's
     generation_config.json; none: those of the OpenAI API."""
@@ -150,6 +154,7 @@ def build_config(options: ServeOptions) -> ServeConfig:
         drain_timeout_s=options.drain_timeout,
         generation_defaults=options.generation_defaults,
         pooling=options.pooling,
+        parsers=options.parsers,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         chat_page=options.chat_page,

@@ -8,8 +8,13 @@ from typing import Annotated, Literal
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
 from megalith.config.kernels import KernelSetting
 from megalith.config.serve import EngineConfig, Pooling, speculation_problems
+from megalith.errors import did_you_mean
 
 MIB = 2**20
+
+REASONING_PARSERS = ("deepseek-r1", "nemotron-v3", "qwen3")
+TOOL_CALL_PARSERS = ("hermes", "json", "llama3-json", "qwen3-coder")
+"""Formats in which models write reasoning and tool calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,10 @@ class ServeConfig:
     pooling: Pooling = "last"
     """Embedding of a text: the hidden state of its last token, or the mean over its tokens. Models
     are trained for one of them."""
+
+    parsers: tuple[str, ...] = ()
+    """Parsers of generated text, one for reasoning and one for tool calls. None: all text is
+    content."""
 
     enable_admin: bool = False
     """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache."""
@@ -121,6 +130,25 @@ def serve_problems(run: ServeRun) -> list[str]:
                 f"--cors-origins={origin}: must be * or an origin without a path, such as "
                 "https://example.com or http://localhost:3000."
             )
+    problems += _parser_problems(server.parsers)
     if server.served_model_name == "":
         problems.append("--served-model-name is empty. Pass a name, or omit it.")
+    return problems
+
+
+def _parser_problems(names: tuple[str, ...]) -> list[str]:
+    """Return the messages about unknown parsers, and about several of a kind."""
+    known = (*REASONING_PARSERS, *TOOL_CALL_PARSERS)
+    problems = [
+        f"--parsers={name}: there is no such parser.{did_you_mean(name, known)} Reasoning: "
+        f"{', '.join(REASONING_PARSERS)}; tool calls: {', '.join(TOOL_CALL_PARSERS)}."
+        for name in names
+        if name not in known
+    ]
+    for kind, options in (("reasoning", REASONING_PARSERS), ("tool calls", TOOL_CALL_PARSERS)):
+        selected = [name for name in names if name in options]
+        if len(selected) > 1:
+            problems.append(
+                f"--parsers={' '.join(selected)}: these are all for {kind}. Use one of them."
+            )
     return problems

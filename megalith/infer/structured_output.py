@@ -8,7 +8,7 @@ compiled once and cached; each of its choices has a `GrammarState`.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +171,20 @@ class GrammarCompiler:
             if len(self._grammars) > MAX_CACHED_GRAMMARS:
                 self._grammars.popitem(last=False)
         return grammar
+
+
+def build_tool_call_grammar(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> str:
+    """Return the Lark grammar of a JSON list of calls {"name", "arguments"}, at least one and
+    without `parallel` exactly one; `schemas`: JSON schema of the arguments by name of the tool."""
+    rules = [f"call_{index}" for index in range(len(schemas))]
+    more = ' (", " call)*' if parallel else ""
+    lines = [f'start: "[" call{more} "]"', f"call: {' | '.join(rules)}"]
+    for rule, (name, schema) in zip(rules, schemas.items(), strict=True):
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        lines.append(f'{rule}: {head} {rule}_arguments "}}"')
+        options = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+        lines.append(f"{rule}_arguments: %json {options}")
+    return "\n".join(lines)
 
 
 def _import_library() -> Any:  # the module llguidance

@@ -4,18 +4,21 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalith import storage
 from megalith.config.generation import MAX_STOP_STRINGS, SamplingParams
 from megalith.errors import DataError
+from megalith.infer.parsers.parsed_text import ParsedText, ToolCall
+from megalith.infer.parsers.registry import begins_with_reasoning
 from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
-from megalith.serve.client import PromptRequest
-from megalith.serve.errors import invalid
+from megalith.serve.client import Generation, PromptRequest
+from megalith.serve.errors import invalid, name_structured_output
 from megalith.serve.limits import MAX_TEMPLATE_VARIABLES_BYTES
-from megalith.serve.model_info import ServedModel
+from megalith.serve.model_info import RenderedPrompt, ServedModel
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
     check_unsupported,
@@ -26,9 +29,10 @@ from megalith.serve.sampling_fields import (
     read_params,
     read_stream_options,
 )
-from megalith.serve.sse import DONE, PING, event
+from megalith.serve.sse import DONE, PING, PING_SECONDS, event
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.token_text import chat_logprobs
+from megalith.serve.tools import OutputFormat, read_output_format
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = frozenset(
@@ -51,11 +55,8 @@ FIELDS = frozenset(
     )
 )
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
@@ -83,6 +84,10 @@ class ChatRequest:
     model: ServedModel
     token_ids: list[int]
     params: SamplingParams
+    output: OutputFormat
+    has_reasoning: bool
+    """Whether the output begins with reasoning."""
+
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 
@@ -124,13 +129,20 @@ async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> Cha
         raise invalid("top_logprobs needs logprobs=true. Remove it, or set both.", "top_logprobs")
     num_top = (0 if top_logprobs is None else top_logprobs) if logprobs else None
     params = read_params(body, model, state, logprobs=(num_top, "top_logprobs"))
+    output = read_output_format(body, model, state)
     messages = read_messages(body.get("messages"))
-    token_ids = await render_messages(model, messages, body, add_generation_prompt=True)
-    params = fit_context(params, len(token_ids), model, body, prompt_field="messages")
+    prompt = await render_messages(
+        model, messages, body, add_generation_prompt=True, tools=output.tools
+    )
+    has_reasoning = output.reasoning_parser is not None and begins_with_reasoning(prompt.text)
+    params = output.add_structure(params, has_reasoning=has_reasoning)
+    params = fit_context(params, len(prompt.token_ids), model, body, prompt_field="messages")
     return ChatRequest(
         model,
-        token_ids,
+        prompt.token_ids,
         end_with_turn(params, model),
+        output,
+        has_reasoning,
         num_top,
         stream,
         include_usage,
@@ -176,8 +188,41 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:  # JSON
             '{"type": "text", "text": "Hello"}.',
             "messages",
         )
-    # Templates of models know the older name only.
-    return {**value, "role": "system" if role == "developer" else role, "content": content}
+    message = {**value, "role": role, "content": content}
+    if role == "developer":  # templates of models know the older name only
+        message["role"] = "system"
+    if value.get("tool_calls") is not None:
+        message["tool_calls"] = _read_tool_calls(value["tool_calls"], f"{name}.tool_calls")
+    return message
+
+
+def _read_tool_calls(value: Any, name: str) -> list[dict[str, Any]]:  # JSON
+    """Return the tool calls of a message; templates need their arguments as an object."""
+    example = '[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]'
+    if not isinstance(value, list):
+        raise invalid(f"{name}={value!r:.60} must be a list. Use {example}.", "messages")
+    calls = []
+    for index, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid(
+                f"{name}[{index}]={call!r:.80} must be a call of a function. Use {example}.",
+                "messages",
+            )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = storage.parse_json(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise invalid(
+                f"{name}[{index}].function.arguments={function['arguments']!r:.80} must be a JSON "
+                f"object as text. Use {example}.",
+                "messages",
+            )
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def _read_part(part: Any, name: str) -> str:  # JSON
@@ -198,8 +243,9 @@ async def render_messages(
     body: Mapping[str, Any],
     *,
     add_generation_prompt: bool,
-) -> list[int]:
-    """Return the token ids of a conversation, rendered on another thread.
+    tools: Sequence[Any],
+) -> RenderedPrompt:
+    """Return a conversation as text and token ids, rendered on another thread.
 
     Raises:
         ApiError: the template variables are invalid, there is no template, or it rejects the
@@ -212,6 +258,7 @@ async def render_messages(
             messages,
             add_generation_prompt=add_generation_prompt,
             variables=variables,
+            tools=tools,
         )
     except DataError as error:
         raise invalid(f"messages: {error}", "messages") from None
@@ -244,12 +291,13 @@ def read_template_variables(value: Any) -> dict[str, Any]:  # JSON
 
 
 def end_with_turn(params: SamplingParams, model: ServedModel) -> SamplingParams:
-    """Return the parameters with what ends an assistant turn as additional stops.
+    """Return the parameters with what ends an assistant turn as additional stops; a structure ends
+    where it is complete, and may contain the text.
 
     Raises:
         ApiError: there are too many stop strings.
     """
-    stop_text = model.info.turn_end_text
+    stop_text = "" if params.structured_outputs else model.info.turn_end_text
     if stop_text and len(params.stop) >= MAX_STOP_STRINGS:
         raise invalid(
             f"stop has {len(params.stop)} texts, and the chat template adds one; the limit is "
@@ -263,11 +311,40 @@ def end_with_turn(params: SamplingParams, model: ServedModel) -> SamplingParams:
     )
 
 
+class _ChoiceParser:
+    """Parses the outputs of one choice."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._parser = request.output.build_parser(has_reasoning=request.has_reasoning)
+        self._is_named = request.output.tool_choice == "named"
+        self.num_tool_calls = 0
+
+    def parse(self, delta: ChoiceDelta) -> ParsedText:
+        """Return the parts of consecutive outputs; changes the finish reason of the last ones if
+        tools are called."""
+        parsed = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parsed.add(self._parser.finish())
+        self.num_tool_calls += len(parsed.tool_calls)
+        if delta.finish_reason == "stop" and self.num_tool_calls and not self._is_named:
+            delta.finish_reason = "tool_calls"
+        return parsed
+
+
+def _tool_call_json(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
 class _ChatResponse:
     """The response to one request."""
 
     def __init__(self, request: ChatRequest, state: ServerState) -> None:
         self._request, self._state = request, state
+        self._parsers = [_ChoiceParser(request) for _ in range(request.params.n)]
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -291,27 +368,42 @@ class _ChatResponse:
         async with self._generate(uid) as generation:
             usage = Usage(generation, len(self._request.token_ids))
             deltas = iterate_deltas(generation, interval=self._request.interval)
-            is_first = True
+            events, sent = self._first_events(), time.monotonic()
             async with aclosing(deltas):
                 async for batch in deltas:
-                    events = self._first_events() if is_first else []
-                    is_first = False
                     for (_, index), delta in batch:
                         usage.add(delta)
                         events += self._events(index, delta)
-                    yield b"".join(events) or PING
+                    # a parser may withhold text for long
+                    if events or not batch or time.monotonic() - sent > PING_SECONDS:
+                        yield b"".join(events) or PING
+                        events, sent = [], time.monotonic()
             if self._request.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
 
-    def _generate(self, uid: str) -> Any:  # the context manager of EngineClient.generate
+    @asynccontextmanager
+    async def _generate(self, uid: str) -> AsyncIterator[Generation]:
         request = PromptRequest(self._request.token_ids, self._request.params)
-        return self._state.client.generate([request], uid=uid)
+        with name_structured_output(self._request.output.field_names):
+            async with self._state.client.generate([request], uid=uid) as generation:
+                yield generation
 
     def _choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        parsed = self._parsers[index].parse(delta)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": parsed.content,
+            "refusal": None,
+        }
+        if parsed.tool_calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [_tool_call_json(call) for call in parsed.tool_calls]
+        if self._request.has_reasoning:
+            message["reasoning_content"] = parsed.reasoning or None
         choice = {
             "index": index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -327,11 +419,23 @@ class _ChatResponse:
         return [self._event(index, delta) for index in range(self._request.params.n)]
 
     def _events(self, index: int, delta: ChoiceDelta) -> list[bytes]:
-        """Return the events of consecutive outputs: their text, and the end of the choice."""
+        """Return the events of consecutive outputs: their parts, and the end of the choice."""
         events = []
-        if delta.text or delta.logprobs:
-            logprobs = self._logprobs(delta)
-            events.append(self._event(index, {"content": delta.text}, logprobs=logprobs))
+        parser = self._parsers[index]
+        first_call = parser.num_tool_calls
+        parsed = parser.parse(delta)
+        parts: dict[str, Any] = {}
+        if parsed.reasoning:
+            parts["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            parts["tool_calls"] = [
+                {"index": number, **_tool_call_json(call)}
+                for number, call in enumerate(parsed.tool_calls, first_call)
+            ]
+        if parsed.content or (delta.logprobs and not parts):
+            parts["content"] = parsed.content
+        if parts:
+            events.append(self._event(index, parts, logprobs=self._logprobs(delta)))
         if delta.finish_reason is not None:
             events.append(self._event(index, {}, end=delta))
         return events

@@ -3,8 +3,8 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
 from megalith.errors import DataError
 from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
 from megalith.serve.client import Generation, PromptRequest
-from megalith.serve.errors import ApiError, invalid
+from megalith.serve.errors import ApiError, invalid, name_structured_output
 from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import Logprobs
 from megalith.serve.sampling_fields import (
@@ -244,12 +244,15 @@ class _CompletionResponse:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
 
-    def _generate(self, uid: str) -> Any:  # the context manager of EngineClient.generate
+    @asynccontextmanager
+    async def _generate(self, uid: str) -> AsyncIterator[Generation]:
         requests = [
             PromptRequest(prompt.token_ids, params)
             for prompt, params in zip(self._request.prompts, self._request.params, strict=True)
         ]
-        return self._state.client.generate(requests, uid=uid)
+        with name_structured_output({}):
+            async with self._state.client.generate(requests, uid=uid) as generation:
+                yield generation
 
     def _choice(
         self, key: tuple[int, int], delta: ChoiceDelta, generation: Generation

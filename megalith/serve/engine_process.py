@@ -15,12 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalith.config.generation import SamplingParams
+from megalith.config.generation import (
+    SamplingParams,
+    StructuredOutputsParams,
+    sampling_problems,
+)
 from megalith.config.serve import EngineConfig
 from megalith.config.server import ServeRun
 from megalith.config.tree import from_dict, to_dict
@@ -40,6 +45,7 @@ from megalith.infer.load import (
 )
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import TokenLogprobs
+from megalith.infer.structured_output import Grammar
 from megalith.launch.launcher import in_worker, run_workers
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
 from megalith.parallel.group import Group, broadcast_bytes, single_rank_group
@@ -72,6 +78,12 @@ if TYPE_CHECKING:
     import zmq
 
 _logger = logging.getLogger(__name__)
+
+MAX_COMPILE_THREADS = 2
+"""Grammars that are compiled at a time (heuristic)."""
+
+COMPILE_POLL_S = 0.002
+"""Time between two looks at a grammar that an idle engine waits for (heuristic)."""
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of generation_config.json that are sampling parameters of the same name and meaning."""
@@ -150,6 +162,9 @@ class EngineServer:
         self._drains: list[int] = []
         """Calls of drain to answer when no request is left."""
         self._is_stopped = self._is_paused = False
+        self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
+        self._compiling: dict[int, tuple[AddRequest, Future[Grammar]]] = {}
+        """Requests whose grammar is compiled, by the client's number; on rank 0."""
         self._commands: Mapping[str, Callable[[], dict[str, Any]]] = {
             "stats": self._stats,
             "metrics": self._render_metrics,
@@ -165,7 +180,7 @@ class EngineServer:
             self._receive()
             if self._can_step:
                 self._step()
-            if self._drains and not self.engine.has_unfinished:
+            if self._drains and not self.engine.has_unfinished and not self._compiling:
                 for call_id in self._drains:
                     self.send(Reply(call_id, {}))
                 self._drains = []
@@ -192,7 +207,8 @@ class EngineServer:
                 return
 
     def _receive_messages(self) -> list[Message]:
-        """Return the messages of the HTTP process and the expired requests, on all ranks alike."""
+        """Return what to do before the next step, on all ranks alike: the messages of the HTTP
+        process, requests whose grammar is compiled, and expired requests."""
         messages: list[Message] = []
         if self._socket is not None:
             for frame in receive_frames(self._socket, wait_s=self._wait_s()):
@@ -200,6 +216,7 @@ class EngineServer:
                     messages.append(self._codec.decode(frame))
                 except ProtocolError as error:
                     _logger.warning("dropped a message of the HTTP process: %s", error)
+            messages = [*self._accept(messages), *self._pop_compiled()]
             messages += self._find_expired(messages)
         if self._ranks.size == 1:
             return messages
@@ -209,6 +226,54 @@ class EngineServer:
             for frame in split_frames(broadcast_bytes(join_frames(frames), self._ranks))
         ]
 
+    def _accept(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages without requests that are rejected or whose grammar is compiled
+        first, on another thread."""
+        accepted: list[Message] = []
+        is_draining = bool(self._drains)
+        for message in messages:
+            if isinstance(message, AddRequest) and is_draining:
+                self.send(RequestRejected(message.request_id, 503, "the server is shutting down"))
+            elif not (isinstance(message, AddRequest) and self._compile_first(message)):
+                accepted.append(message)
+            if isinstance(message, AbortRequest):
+                self._compiling.pop(message.request_id, None)
+            is_draining |= isinstance(message, EngineCall) and message.command == "drain"
+        return accepted
+
+    def _compile_first(self, message: AddRequest) -> bool:
+        """Start to compile the grammar of a request; False if there is nothing to compile."""
+        structure = _read_structure(message.params)
+        grammars = self.engine.grammars
+        if structure is None or grammars is None or grammars.is_cached(structure):
+            return False
+        future = self._executor.submit(grammars.compile, structure)
+        self._compiling[message.request_id] = message, future
+        return True
+
+    def _pop_compiled(self) -> list[AddRequest]:
+        """Return the requests whose grammars are compiled; reject those that are invalid."""
+        compiled: list[AddRequest] = []
+        for message, future in list(self._compiling.values()):
+            if not future.done():
+                continue
+            del self._compiling[message.request_id]
+            error = future.exception()
+            if error is None:
+                compiled.append(message)
+            else:
+                self._reject(message, error)
+        return compiled
+
+    def _reject(self, message: AddRequest, error: BaseException) -> None:
+        """Reject a request because of its error, or of a bug, which must fail this request only."""
+        if isinstance(error, UserError):
+            self.send(RequestRejected(message.request_id, 400, str(error)))
+            return
+        _logger.error("request %s cannot be added", message.uid, exc_info=error)
+        text = f"internal error: {type(error).__name__}"
+        self.send(RequestRejected(message.request_id, 500, text))
+
     def _wait_s(self) -> float | None:
         """Return how long to wait for a message; None: until there is one."""
         if self._can_step:
@@ -217,6 +282,8 @@ class EngineServer:
         waits = [request.deadline - now for request in self._requests.values() if request.deadline]
         if self._ranks.size > 1:  # they wait for rank 0 in a collective, which has a timeout
             waits.append(MAX_WAIT_S)
+        if self._compiling:
+            waits.append(COMPILE_POLL_S)
         return max(0.0, min(waits)) if waits else None
 
     def _find_expired(self, messages: Sequence[Message]) -> list[Message]:
@@ -259,9 +326,6 @@ class EngineServer:
         self._send_outputs(outputs, is_timeout=True)
 
     def _add(self, message: AddRequest) -> None:
-        if self._drains:
-            self.send(RequestRejected(message.request_id, 503, "the server is shutting down"))
-            return
         try:
             params = SamplingParams.from_dict(message.params)
             number = self.engine.add_request(
@@ -270,14 +334,8 @@ class EngineServer:
                 arrival_time=message.arrival_time,
                 pooling=message.pooling,
             )
-        except UserError as error:
-            self.send(RequestRejected(message.request_id, 400, str(error)))
-            return
-        except Exception as error:  # a bug must fail this request only
-            _logger.exception("request %s cannot be added", message.uid)
-            self.send(
-                RequestRejected(message.request_id, 500, f"internal error: {type(error).__name__}")
-            )
+        except Exception as error:
+            self._reject(message, error)
             return
         self._metrics.access_log.name(number, message.uid)
         self._requests[number] = _ClientRequest(
@@ -367,6 +425,18 @@ def read_deadline(message: AddRequest) -> float | None:
     if not isinstance(deadline_s, int | float):
         return None
     return message.arrival_time + deadline_s
+
+
+def _read_structure(data: dict[str, Any]) -> StructuredOutputsParams | None:
+    """Return the structured output of plain sampling parameters; None if they have none, or are
+    invalid, which the engine reports."""
+    if "structured_outputs" not in data:
+        return None
+    try:
+        params = SamplingParams.from_dict(data)
+    except UserError:
+        return None
+    return None if sampling_problems(params, vocab_size=None) else params.structured_outputs
 
 
 def describe(error: Exception) -> str:

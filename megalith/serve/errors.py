@@ -68,6 +68,17 @@ def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def name_structured_output(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the field of the request in errors of the engine about its structured output."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status == 400 and error.message.startswith("structured_outputs"):
+            raise invalid_field(error.message, names) from None
+        raise
+
+
 def http_error(status: int, detail: str, path: str) -> ApiError:
     """Return the error of a request that has no endpoint."""
     if status == 404:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.config.data import TokenizerConfig
 from megalith.config.tree import from_dict
@@ -40,6 +40,13 @@ class ModelInfo:
     """Sampling parameters of the model's generation_config.json."""
 
 
+class RenderedPrompt(NamedTuple):
+    """A conversation as the chat template writes it."""
+
+    text: str
+    token_ids: list[int]
+
+
 @dataclass(slots=True)
 class ServedModel:
     """A model under its name in requests."""
@@ -60,8 +67,10 @@ class ServedModel:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
-    ) -> list[int]:
-        """Return the token ids of a conversation.
+        tools: Sequence[Any] = (),
+    ) -> "RenderedPrompt":
+        """Return the text and the token ids of a conversation; `tools`: their descriptions in the
+        OpenAI API.
 
         Raises:
             DataError: there is no chat template, or it rejects the messages.
@@ -72,8 +81,10 @@ class ServedModel:
                 "with --template, or use /v1/completions."
             )
         with self._lock:
-            text = self.template.render(messages, prompt=add_generation_prompt, variables=variables)
-        return self.tokenizer.encode_marked(text)
+            text = self.template.render(
+                messages, tools=tools or None, prompt=add_generation_prompt, variables=variables
+            )
+        return RenderedPrompt(text, self.tokenizer.encode_marked(text))
 
 
 def build_served_model(name: str | None, info: ModelInfo) -> ServedModel:

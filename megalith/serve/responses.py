@@ -134,7 +134,8 @@ async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -
     with rename_fields(CHAT_NAMES):
         params = read_params(fields, model, state, logprobs=(num_top, "top_logprobs"))
         messages = read_messages(read_input(body))
-        token_ids = await render_messages(model, messages, body, add_generation_prompt=True)
+        prompt = await render_messages(model, messages, body, add_generation_prompt=True, tools=())
+        token_ids = prompt.token_ids
         params = fit_context(params, len(token_ids), model, fields, prompt_field="input")
     return ResponsesRequest(
         model,

@@ -34,6 +34,7 @@ SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "deadline_s",
+    "structured_outputs",
     "cache_salt",
 )
 """Fields of `SamplingParams` that have the same name in requests."""

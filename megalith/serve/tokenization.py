@@ -9,6 +9,7 @@ from megalith.serve.completions import check_token_ids, encode_text
 from megalith.serve.errors import invalid
 from megalith.serve.sampling_fields import read_bool
 from megalith.serve.state import RequestContext, ServerState
+from megalith.serve.tools import read_tools
 
 
 async def tokenize(state: ServerState, context: RequestContext) -> dict[str, Any]:
@@ -23,7 +24,11 @@ async def tokenize(state: ServerState, context: RequestContext) -> dict[str, Any
     if "messages" in body:
         add = body.get("add_generation_prompt") is None or read_bool(body, "add_generation_prompt")
         messages = read_messages(body["messages"])
-        ids = await render_messages(model, messages, body, add_generation_prompt=add)
+        tools = read_tools(body.get("tools"))
+        rendered = await render_messages(
+            model, messages, body, add_generation_prompt=add, tools=tools
+        )
+        ids = rendered.token_ids
     else:
         prompt = body.get("prompt")
         if not isinstance(prompt, str):

@@ -17,7 +17,7 @@ import msgpack
 import pytest
 import zmq
 
-from megalith.config.generation import SamplingParams
+from megalith.config.generation import SamplingParams, StructuredOutputsParams
 from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.errors import ConfigError, DataError
@@ -251,6 +251,44 @@ def test_drain_of_a_paused_engine_finishes_requests(peer: Peer) -> None:
     _, updates = peer.read_request()
     assert updates[-1].finish_reason == "length"
     assert peer.receive() == Reply(3, {})
+
+
+def test_other_requests_run_while_a_grammar_is_compiled(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    grammars, released = peer.server.engine.grammars, threading.Event()
+    assert grammars is not None
+    compile_now = grammars.compile
+
+    def compile_later(structure: StructuredOutputsParams) -> Any:
+        assert released.wait(60)
+        return compile_now(structure)
+
+    monkeypatch.setattr(grammars, "compile", compile_later)
+    for number, regex in ((1, "[a-c]{3}"), (2, "("), (3, "d")):
+        peer.send(request(number, structured_outputs={"regex": regex}))
+    peer.send(request(4))
+    _, updates = peer.read_request()
+    assert {update.request_id for update in updates} == {4}
+    peer.send(AbortRequest(3))
+    peer.send(EngineCall(9, "drain"))
+    assert peer.call(5, "stats")["num_requests"] == 0
+    released.set()
+    outputs: dict[int, str] = {}
+    rejected = None
+    while not isinstance(message := peer.receive(), Reply):  # of the drain
+        if isinstance(message, RequestRejected):
+            rejected = message
+        else:
+            assert isinstance(message, StepOutputs)
+            for item in message.updates:
+                update = TokenUpdate(*item)
+                text = outputs.get(update.request_id, "")
+                outputs[update.request_id] = text + update.text
+    assert rejected is not None and (rejected.request_id, rejected.status) == (2, 400)
+    assert rejected.message.startswith("structured_outputs.regex is not valid: unclosed group")
+    assert outputs.keys() == {1} and re.fullmatch("[a-c]{3}", outputs[1])
 
 
 def test_metrics_measure_the_latency_of_a_slow_model(
