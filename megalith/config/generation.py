@@ -37,6 +37,7 @@ MAX_STRING_CHARACTERS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_BANNED_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_COUNT = 2**31 - 1  # so that it can be sent to another process
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_NESTING = 64
 MAX_REGEX_BYTES = 4 * 1024
@@ -102,13 +103,13 @@ class SamplingParams:
     """Maximum number of tokens to generate. 0: only compute the log-probs of the prompt. Unset: up
     to the context length of the model."""
 
-    min_tokens: Annotated[int, Ge(0)] = 0
+    min_tokens: Annotated[int, Ge(0), Le(MAX_COUNT)] = 0
     """Number of tokens before which no end token can be sampled and no stop string matches."""
 
     temperature: Annotated[float, Ge(0), Example(1.0)] = 1.0
     """Logits are divided by the temperature; 0 is greedy decoding."""
 
-    top_k: Annotated[int | None, Ge(-1), Example(50)] = None
+    top_k: Annotated[int | None, Ge(-1), Le(MAX_COUNT), Example(50)] = None
     """Sample from the k most likely tokens, including ties with the last of them. Unset, 0 or -1:
     all tokens; 1 is greedy decoding; values above the vocabulary size are all tokens."""
 

@@ -78,6 +78,11 @@ TYPES: dict[str, tuple[Any, str]] = {
     "logprobs_mode": ("both", "logprobs_mode=both must be raw or processed. Use raw."),
     "priority": (0.5, "priority=0.5 must be an integer. Use 0."),
     "deadline_s": ("1", "deadline_s=1 must be a finite number. Use 60."),
+    "structured_outputs": (
+        ("json",),
+        "structured_outputs=('json',) must be an object with json, json_object, regex, choice or "
+        'grammar. Use {"choice": ["yes", "no"]}.',
+    ),
     "cache_salt": (3, "cache_salt=3 must be a text. Use text."),
 }
 """A value of another type for every field, and the message."""

@@ -387,6 +387,8 @@ BAD_REQUESTS: tuple[tuple[str, Any, int, str | None, str], ...] = (
         "messages",
         "type='image_url' is not supported",
     ),
+    (CHAT, chat(top_k=2**70), 400, "top_k", "Set top_k to 2147483647 or less."),
+    (CHAT, chat(max_tokens=None, min_tokens=2**70), 400, "min_tokens", "Set min_tokens to 2147483"),
     (CHAT, chat(top_logprobs=2), 400, "top_logprobs", "needs logprobs=true"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "top_logprobs=21 must be"),
     (CHAT, chat(logprobs=3), 400, "logprobs", "logprobs=3 must be true or false"),
