@@ -90,12 +90,14 @@ def with_turn_end(
     params: SamplingParams, template: ChatTemplate, tokenizer: Tokenizer
 ) -> SamplingParams:
     """Return the parameters with the tokens or the text with which the template ends a turn as
-    stops.
+    stops; a structured output ends where it is complete, and may contain the text.
 
     Raises:
         ConfigError: there are too many stop strings.
     """
     stop_ids, stop_text = find_turn_end(template, tokenizer)
+    if params.structured_outputs is not None:
+        stop_text = ""
     if stop_text and len(params.stop) >= MAX_STOP_STRINGS:
         raise ConfigError(
             f"stop has {len(params.stop)} texts, and the chat template adds one; the limit is "

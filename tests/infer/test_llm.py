@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.config.generation import SamplingParams
+from megalith.config.generation import SamplingParams, StructuredOutputsParams
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.infer.llm import LLM, AsyncLLM
@@ -239,3 +239,24 @@ def test_chat_uses_a_template(generator: TextGenerator) -> None:
     assert ByteTokenizer().decode(output.prompt_token_ids) == text
     with pytest.raises(DataError, match="has no chat template.* set template_name to one of"):
         llm.chat(messages, SAMPLED)
+
+
+def test_structured_output_of_chats_and_tasks(generator: TextGenerator) -> None:
+    pytest.importorskip("llguidance")
+    structure = StructuredOutputsParams(choice=("a<|im_end|>b",))  # has the text that ends a turn
+    params = replace(SAMPLED, structured_outputs=structure)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    output = LLM(generator).chat(messages, params, template_name="chatml")
+    assert output.outputs[0].text == "a<|im_end|>b"
+
+    async def main() -> None:
+        async with AsyncLLM(generator) as llm:
+            assert (await llm.generate("x", params)).outputs[0].text == "a<|im_end|>b"
+            for wrong, message in (
+                (StructuredOutputsParams(regex="("), "structured_outputs.regex is not valid: unc"),
+                (StructuredOutputsParams(), "structured_outputs must have exactly one of json"),
+            ):
+                with pytest.raises(ConfigError, match=message):
+                    await llm.generate("x", replace(params, structured_outputs=wrong))
+
+    asyncio.run(main())
