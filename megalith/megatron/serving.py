@@ -20,11 +20,10 @@ from megalith.megatron.parse import (
 
 _SERVING_PROGRAM = re.compile("inference|text_generation")
 
-OPTIONS = ("template", "dtype")
+OPTIONS = ("template", "dtype", "nproc")
 """Options of `megalith serve` that are no settings of `ServeRun`."""
 
-_PARALLEL_SIZES = (
-    "--tensor-model-parallel-size",
+_UNSUPPORTED_SIZES = (
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
     "--expert-model-parallel-size",
@@ -68,8 +67,8 @@ def is_serving_program(program: str | None) -> bool:
 def translate_serving(words: Sequence[str]) -> ServeTranslation:
     """Translate the arguments of a text generation server of Megatron.
 
-    Arguments that are left out have the defaults of `megalith serve`, which only differ in speed
-    and memory. Raises nothing: all messages are in `problems`.
+    Arguments that are left out have the defaults of `megalith serve`, which differ in speed,
+    memory, context length and listening address. Raises nothing: all messages are in `problems`.
     """
     draft = Draft(parse_arguments(words, "serve"))
     source = _translate_shared(draft)
@@ -116,11 +115,14 @@ def _translate_shared(draft: Draft) -> str:
     if draft.arguments.given("--fp16"):
         text = "not implemented: inference in fp16; use --dtype bf16 or fp32"
         draft.report("not mapped", "--fp16", text, "numbers")
-    for flag in _PARALLEL_SIZES:
+    tp = "--tensor-model-parallel-size"
+    if words.get(tp, ("1",)) not in ((), ("1",)):
+        draft.put(tp, "nproc", words[tp][0])
+    for flag in _UNSUPPORTED_SIZES:
         if words.get(flag, ("1",)) != ("1",):
             text = (
-                "not implemented: a server whose model is distributed over several processes; the "
-                "results are the same"
+                "not implemented: a server with this parallel layout; --nproc N distributes the "
+                "model over N processes (tensor and expert parallel) with the same results"
             )
             draft.report("not mapped", flag, text)
     return source

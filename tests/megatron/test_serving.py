@@ -88,11 +88,17 @@ def test_values_that_do_the_same_are_not_reported_as_missing() -> None:
     assert "models other than a GPT" in message
 
 
-def test_distributed_model_is_reported() -> None:
+def test_tensor_parallel_model_is_served_by_several_processes() -> None:
     done = serve("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1")
     assert verdicts(done) == {
-        "--tensor-model-parallel-size": "not mapped",
+        "--tensor-model-parallel-size": "mapped",
         "--pipeline-model-parallel-size": "already",
+    }
+    assert done.command == ("megalith", "serve", "SOURCE", "--nproc", "2")
+    done = serve("--pipeline-model-parallel-size 2 --parsers deepseek-r1-reasoning")
+    assert verdicts(done) == {
+        "--pipeline-model-parallel-size": "not mapped",
+        "--parsers": "explained",
     }
 
 
