@@ -19,6 +19,7 @@ CPU; it is exact with --threads 1 only, since waiting threads spin.
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -206,9 +207,7 @@ def compare_peer(
         calls = {}
         for dtype, contender in contenders.items():
             calls[f"server {dtype}"] = Turn(partial(contender.send, load), contender.peer)
-            peer = stack.enter_context(
-                serve_transformers(folder, dtype, load.new_tokens, threads=options.threads)
-            )
+            peer = stack.enter_context(serve_transformers(folder, dtype, load.new_tokens))
             send = partial(send_all, peer, texts(load), load.new_tokens)
             calls[f"transformers {dtype}"] = Turn(send, peer)
         name = f"{len(load.prompts)} streams, server / transformers serve"
@@ -282,6 +281,7 @@ def main() -> None:
     parser.add_argument("--figures", default="offline,ttft,peer,wake_up")
     parser.add_argument("--json", action="store_true", help="the last line is JSON")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the servers
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     figures = []
@@ -308,7 +308,7 @@ def measure_figure(measure: str, folder: str, options: argparse.Namespace) -> Fi
             dtype: Contender(
                 folder,
                 dtype,
-                stack.enter_context(serve_megalith(folder, dtype, threads=options.threads)),
+                stack.enter_context(serve_megalith(folder, dtype)),
             )
             for dtype in options.dtypes.split(",")[: 1 if measure == "ttft" else None]
         }

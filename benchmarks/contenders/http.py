@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -87,19 +86,17 @@ class StreamResult:
 
 
 @contextmanager
-def serve_megalith(folder: str, dtype: str, *, threads: int) -> Iterator[HttpPeer]:
+def serve_megalith(folder: str, dtype: str) -> Iterator[HttpPeer]:
     """Serve a folder with `megalith serve` while the context lasts."""
     options = ["--dtype", dtype, "--served-model-name", "bench", "--enable-admin"]
     fields = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     command = ["-m", "megalith", "serve", folder, *options, "--port"]
-    with _serve(command, "/ready", "bench", fields, threads) as peer:
+    with _serve(command, "/ready", "bench", fields) as peer:
         yield peer
 
 
 @contextmanager
-def serve_transformers(
-    folder: str, dtype: str, new_tokens: int, *, threads: int
-) -> Iterator[HttpPeer]:
+def serve_transformers(folder: str, dtype: str, new_tokens: int) -> Iterator[HttpPeer]:
     """Serve a folder with `transformers serve` and its continuous batching, of which the first
     request sets the generation parameters."""
     generation = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": -1}
@@ -108,7 +105,7 @@ def serve_transformers(
     program = "from transformers.cli.transformers import main; main()"
     options = ["--continuous-batching", "--cb-max-memory-percent", "0.05", "--device", "cpu"]
     command = ["-c", program, "serve", folder, *options, "--dtype", name, "--port"]
-    with _serve(command, "/health", folder, fields, threads) as peer:
+    with _serve(command, "/health", folder, fields) as peer:
         yield peer
 
 
@@ -116,32 +113,30 @@ def serve_transformers(
 def serve_echo() -> Iterator[HttpPeer]:
     """Serve events without a model."""
     port = _free_port()
-    with _run([sys.executable, "-c", ECHO.replace("PORT", str(port))], os.environ) as process:
+    with _run([sys.executable, "-c", ECHO.replace("PORT", str(port))]) as process:
         _wait_ready(port, "/v1/completions", process)
         yield HttpPeer(port, process, "echo", {})
 
 
 @contextmanager
 def _serve(
-    arguments: Sequence[str], ready: str, model: str, fields: Mapping[str, Any], threads: int
+    arguments: Sequence[str], ready: str, model: str, fields: Mapping[str, Any]
 ) -> Iterator[HttpPeer]:
     port = _free_port()
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with _run([sys.executable, *arguments, str(port)], environment) as process:
+    with _run([sys.executable, *arguments, str(port)]) as process:
         _wait_ready(port, ready, process)
         yield HttpPeer(port, process, model, fields)
 
 
 @contextmanager
-def _run(command: list[str], environment: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    environment = {**environment, "HF_HUB_OFFLINE": "1"}
+def _run(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
 
