@@ -81,7 +81,8 @@ class ModelRunner:
         try:
             with (
                 small_batch_matmul(self.limits),
-                loops_of_any_size(self.cache.batch_invariant),
+                # also of few tokens: faster than several torch operations in inference mode
+                loops_of_any_size(True),
             ):
                 hidden = self._hidden_states(plan.rows, states)
                 logits = self._logits(hidden, plan.rows, states, needs)

@@ -21,7 +21,7 @@ from megalith.config.kernels import BackendName
 from megalith.config.model import Activation
 from megalith.kernels import cpu_threads
 from megalith.kernels.backend import FusedBackend, select_backend
-from megalith.kernels.linear import Context
+from megalith.kernels.linear import Context, apply_function
 
 QUICK_GELU_SCALE = 1.702
 """Scale of x in quick_gelu's sigmoid, which then approximates the normal distribution best
@@ -49,7 +49,7 @@ def activate(x: Tensor, activation: Activation, *, kernel: BackendName = "auto")
         return reference_activate(x, activation)
     # Raises an error if `kernel` names a backend without a kernel for this activation.
     select_backend(kernel, x, op="activation", loops=False, triton=False)
-    y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(ActivationFunction, x, activation)
     return y
 
 
@@ -59,7 +59,7 @@ def gated(gate_up: Tensor, gate: GatedActivation, *, kernel: BackendName = "auto
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_gated(gate_up, gate)
     engine = select_backend(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
-    y: Tensor = GatedFunction.apply(gate_up, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(GatedFunction, gate_up, gate, engine)
     return y
 
 
@@ -280,7 +280,9 @@ def swiglu(gate_up: Tensor, *, kernel: BackendName = "auto") -> Tensor:
     recomputes silu."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_swiglu(gate_up)
-    y: Tensor = SwigluFunction.apply(gate_up, select_backend(kernel, gate_up, op="activation"))  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(
+        SwigluFunction, gate_up, select_backend(kernel, gate_up, op="activation")
+    )
     return y
 
 
@@ -387,7 +389,7 @@ def weighted_gated(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
     engine = select_backend(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
-    y: Tensor = WeightedGatedFunction.apply(gate_up, weights, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(WeightedGatedFunction, gate_up, weights, gate, engine)
     return y
 
 
@@ -399,7 +401,7 @@ def weighted_activate(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
     engine = select_backend(kernel, x, op="activation", loops=activation == "squared_relu")
-    y: Tensor = WeightedActivationFunction.apply(x, weights, activation, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(WeightedActivationFunction, x, weights, activation, engine)
     return y
 
 

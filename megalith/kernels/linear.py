@@ -355,6 +355,23 @@ def runs_inference() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
+class _NoBackward:
+    """Context of an autograd function in inference mode: nothing is saved for backward."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save nothing."""
+
+
+def apply_function(
+    function: type[Function], *arguments: object
+) -> Any:  # Tensor or a tuple of tensors
+    """Call an autograd function; in inference mode only its forward, without autograd, which takes
+    longer than an operation on a few rows (measured: 0.6 of 21 ms per token of a 29M Llama)."""
+    if runs_inference():
+        return function.forward(_NoBackward(), *arguments)
+    return function.apply(*arguments)
+
+
 def torch_forward(x: Tensor, w: Tensor) -> Tensor:
     """`forward` by torch, whatever is selected: x [t, i], w [o, i] -> y [t, o]."""
     return _product(x, w)

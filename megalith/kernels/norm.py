@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megalith.config.kernels import BackendName
 from megalith.kernels import cpu_threads
 from megalith.kernels.backend import FusedBackend, select_backend
-from megalith.kernels.linear import Context
+from megalith.kernels.linear import Context, apply_function
 from megalith.kernels.triton import launch
 
 
@@ -36,7 +36,7 @@ def rms_norm(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rms_norm(x, weight, eps, zero_centered=zero_centered)
     engine = _select_backend(kernel, x, weight)
-    y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(RMSNormFunction, x, weight, eps, zero_centered, engine)
     return y
 
 
@@ -56,7 +56,9 @@ def add_rms_norm(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
     engine = _select_backend(kernel, x, weight, residual=residual)
-    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
+    total, normed = apply_function(
+        AddRMSNormFunction, x, residual, weight, eps, zero_centered, engine
+    )
     return total, normed
 
 
@@ -78,7 +80,7 @@ def layer_norm(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
     engine = _select_backend(kernel, x, weight, bias, loops=False)
-    y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(LayerNormFunction, x, weight, bias, eps, zero_centered, engine)
     return y
 
 
@@ -97,9 +99,9 @@ def add_layer_norm(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centered=zero_centered)
     engine = _select_backend(kernel, x, weight, bias, residual=residual, loops=False)
-    total, normed = AddLayerNormFunction.apply(
-        x, residual, weight, bias, eps, zero_centered, engine
-    )  # type: ignore[no-untyped-call]  # torch's own
+    total, normed = apply_function(
+        AddLayerNormFunction, x, residual, weight, bias, eps, zero_centered, engine
+    )
     return total, normed
 
 

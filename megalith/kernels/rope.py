@@ -14,7 +14,7 @@ from megalith.config.kernels import BackendName
 from megalith.config.model import RopeConfig
 from megalith.kernels import cpu_threads
 from megalith.kernels.backend import FusedBackend, select_backend
-from megalith.kernels.linear import Context
+from megalith.kernels.linear import Context, apply_function
 
 
 def rope_frequencies(
@@ -144,7 +144,7 @@ def apply_rope(
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
     engine = select_backend(kernel, x, cos, sin, op="rope")
-    y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = apply_function(RopeFunction, x, cos, sin, interleaved, engine)
     return y
 
 

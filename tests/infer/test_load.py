@@ -112,7 +112,7 @@ def test_generation_supports_reference_kernels(
         raise AssertionError("a fast form runs where plain definitions are asked for")
 
     for form in (RMSNormFunction, RopeFunction, WeightedGatedFunction, GroupedLinearFunction):
-        monkeypatch.setattr(form, "apply", forbid)
+        monkeypatch.setattr(form, "forward", forbid)
     for name in ("_numba", "_torch"):
         monkeypatch.setattr(f"megalith.kernels.attention.paged.{name}", forbid)
     assert generate_ids("reference") == expected
