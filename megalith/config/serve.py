@@ -36,9 +36,9 @@ class SpeculationConfig:
     """Speculative decoding: draft tokens that the model verifies, several in a step. The generated
     tokens are the same as without."""
 
-    method: Literal["none", "ngram", "draft_model"] = "none"
+    method: Literal["none", "ngram", "draft_model", "mtp"] = "none"
     """Source of draft tokens. ngram: what followed the last tokens when they occurred before;
-    draft_model: a smaller model."""
+    draft_model: a smaller model; mtp: the MTP layers of the model."""
 
     draft_model: str | None = None
     """Folder of the smaller model, which has the same tokenizer: a run, a checkpoint, or a Hugging
@@ -46,7 +46,7 @@ class SpeculationConfig:
 
     num_draft_tokens: Annotated[int | None, Ge(1), Le(32), Example(4)] = None
     """Maximum number of draft tokens per sequence and step; fewer where few are accepted. Unset:
-    4."""
+    4, or the number of MTP layers."""
 
 
 def speculation_problems(config: SpeculationConfig) -> list[str]:
@@ -109,4 +109,10 @@ class GenerateRun:
 
 def engine_problems(config: EngineConfig) -> list[str]:
     """Return a message for every invalid setting of an engine."""
-    return range_problems(config) + speculation_problems(config.speculation)
+    problems = range_problems(config) + speculation_problems(config.speculation)
+    if config.quantization != "none" and config.speculation.method == "mtp":
+        problems.append(
+            f"quantization={config.quantization} with speculation.method=mtp: MTP layers are not "
+            "quantized. Set speculation.method to ngram, or quantization to none."
+        )
+    return problems

@@ -80,6 +80,9 @@ class DraftModelProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._cache = DraftCache(runner.cache)
 
+    def observe(self, rows: Sequence[PlannedRow], hidden: Tensor) -> None:
+        """Hidden states of the large model are not used."""
+
     def release(self, seq_id: int) -> None:
         """Release the blocks of a sequence."""
         self._cache.release(seq_id)

@@ -256,6 +256,8 @@ class InferenceEngine:
         for failure in failures:
             outputs += self._fail(failure)
         self.scheduler.complete(plan)
+        if logits is not None and self._speculator is not None:
+            self._speculator.observe(plan, logits.hidden)
         if logits is not None:
             try:
                 self._sample(plan, logits, outputs)
@@ -479,7 +481,7 @@ class InferenceEngine:
         rows = tuple(row for part in parts for row in part.rows)
         next_token = torch.cat([part.next_token for part in parts])
         prompt = {number: rows for part in parts for number, rows in part.prompt.items()}
-        hidden = {number: rows for part in parts for number, rows in part.hidden.items()}
+        hidden = {number: rows for part in parts for number, rows in part.prompt_hidden.items()}
         return StepLogits(rows, next_token, prompt, hidden), failures
 
     def _execute_row(
@@ -552,8 +554,8 @@ class InferenceEngine:
         for number, prompt_rows in logits.prompt.items():
             outputs += self._add_prompt_logprobs(plan, number, prompt_rows)
         for row in plan.rows:
-            if row.seq_id in logits.hidden:
-                outputs += self._add_hidden_states(row, logits.hidden[row.seq_id])
+            if row.seq_id in logits.prompt_hidden:
+                outputs += self._add_hidden_states(row, logits.prompt_hidden[row.seq_id])
         verified: list[_VerifiedRow] = []
         end = 0
         for row in logits.rows:

@@ -40,6 +40,7 @@ from megalith.infer.batch_invariance import check_batch_invariance
 from megalith.infer.cache import CachePlan, PagedKVCache, plan_cache, plan_pool
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
 from megalith.infer.quantize import (
     build_int8_grouped_matmul_ops,
     build_int8_matmul_ops,
@@ -78,7 +79,7 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 DEFAULT_CONFIG = EngineConfig()
 
 MTP_PARAMETERS = ("mtp.*",)
-"""Parameters of MTP layers, which are not loaded for generation."""
+"""Parameters of MTP layers, which are not loaded unless they propose draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def load_text_generator(
     """Build and load this rank's shard of the model. Collective over the mesh.
 
     `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `config`: that of the
-    engine, for the format of the weights and the draft model.
+    engine, for the format of the weights, and the draft model or MTP layers.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -212,9 +213,12 @@ def load_text_generator(
         )
         check_same_vocabulary(tokenizer, draft.tokenizer, config.speculation.draft_model)
         draft_model = draft.model
-    # MTP layers are used in training only.
+    # MTP layers are used in training, and for draft tokens.
+    model_config = source.model
+    if config.speculation.method != "mtp":
+        model_config = replace(model_config, mtp=MTPConfig())
     context = build_context(
-        replace(source.model, mtp=MTPConfig()),
+        model_config,
         mesh,
         dtype=dtype,
         backends=select_backends(backends),
@@ -240,8 +244,9 @@ def load_text_generator(
         for spec, module, name in iter_parameter_specs(model)
         if spec.shard.name not in quantized_names
     ]
-    skipped = (*sorted(quantized_names), *(MTP_PARAMETERS if source.model.mtp.num_layers else ()))
-    load_weights(source, entries, mesh.world, rules=CheckpointConfig(skip=skipped))
+    skipped_mtp = MTP_PARAMETERS if model_config != source.model else ()
+    rules = CheckpointConfig(skip=(*sorted(quantized_names), *skipped_mtp))
+    load_weights(source, entries, mesh.world, rules=rules)
     raise_on_all_ranks(lambda: load_int8_weights(quantized_weights, source.weights), mesh.world)
     return TextGenerator(
         model=model.eval(),
@@ -340,9 +345,6 @@ def build_engine(
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
     runner = ModelRunner(model, cache, limits=limits)
-    draft_runner = None
-    if generator.draft_model is not None and draft_plan is not None:
-        draft_runner = build_draft_runner(generator.draft_model, draft_plan, runner)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
@@ -352,7 +354,7 @@ def build_engine(
             tokenizer=generator.tokenizer,
             eos_token_ids=generator.stops,
             callbacks=callbacks,
-            speculator=build_speculator(config, runner, draft_runner),
+            speculator=build_speculator(generator, config, runner, draft_plan),
         )
 
     if config.batch_invariant:
@@ -386,53 +388,58 @@ def _check_invariant_backends(kernels: KernelsConfig) -> None:
 
 
 def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePlan | None:
-    """Plan the KV cache of the draft model, if the engine uses one.
+    """Plan the KV cache of the draft model or the MTP layers, if the engine uses one.
 
     Raises:
         ConfigError: the generator was loaded without it, or it has recurrent states.
     """
-    if config.speculation.method != "draft_model":
+    speculation, model = config.speculation, generator.model
+    tp, element_size = model.tp_comm.group.size, model.dtype.itemsize
+    if speculation.method == "mtp":
+        num_layers = speculation.num_draft_tokens or max(1, model.config.mtp.num_layers)
+        return plan_mtp_cache(model.config, num_layers=num_layers, tp=tp, element_size=element_size)
+    if speculation.method != "draft_model":
         return None
-    model = generator.draft_model
-    if model is None:
+    if generator.draft_model is None:
         raise ConfigError(
-            f"speculation.draft_model={config.speculation.draft_model}: the model was loaded "
-            "without it. Pass the same config to load_generator."
+            f"speculation.draft_model={speculation.draft_model}: the model was loaded without it. "
+            "Pass the same config to load_generator."
         )
-    tp = model.tp_comm.group.size
-    plan = plan_cache(model.config, tp=tp, element_size=model.dtype.itemsize)
+    plan = plan_cache(generator.draft_model.config, tp=tp, element_size=element_size)
     check_speculation(config, plan)
     return plan
 
 
-def build_draft_runner(model: Decoder, plan: CachePlan, target: ModelRunner) -> ModelRunner:
-    """Return the runner of a draft model whose KV cache stores as many tokens as that of the
-    `target`."""
-    num_groups = max(1, len(target.cache.plan.layout.groups))
-    cache = PagedKVCache(
-        plan,
-        num_blocks=-(-target.cache.num_blocks * len(plan.layout.groups) // num_groups),
-        block_size=target.cache.block_size,
-        kernel=target.cache.kernel,
-    )
-    return ModelRunner(model, cache, limits=target.limits)
-
-
 def build_speculator(
-    config: EngineConfig, runner: ModelRunner, draft_runner: ModelRunner | None
+    generator: TextGenerator,
+    config: EngineConfig,
+    runner: ModelRunner,
+    draft_plan: CachePlan | None,
 ) -> Speculator | None:
-    """Return the speculator of an engine; None without drafts. `runner`: of its model."""
-    method, model = config.speculation.method, runner.model
-    if method == "none":
+    """Return the speculator of an engine; None without drafts. `runner`: of its model. The cache of
+    `draft_plan` stores as many tokens as that of the model."""
+    if config.speculation.method == "none":
         return None
-    proposer: DraftProposer = NGramProposer()
-    if draft_runner is not None:
-        proposer = DraftModelProposer(
-            draft_runner,
-            vocab_size=model.config.vocab_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+    model, max_tokens = runner.model, config.max_num_batched_tokens
     longest = config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
+    proposer: DraftProposer = NGramProposer()
+    if draft_plan is not None:
+        num_groups = max(1, len(runner.cache.plan.layout.groups))
+        cache = PagedKVCache(
+            draft_plan,
+            num_blocks=-(-runner.cache.num_blocks * len(draft_plan.layout.groups) // num_groups),
+            block_size=runner.cache.block_size,
+            kernel=runner.cache.kernel,
+        )
+        if generator.draft_model is None:
+            longest = len(draft_plan.slots)
+            proposer = MTPProposer(runner, cache, max_tokens=max_tokens)
+        else:
+            proposer = DraftModelProposer(
+                ModelRunner(generator.draft_model, cache, limits=runner.limits),
+                vocab_size=model.config.vocab_size,
+                max_num_batched_tokens=max_tokens,
+            )
     # the clocks of tensor-parallel ranks differ
     measures_time = model.tp_comm.group.size == 1
     return Speculator(proposer, DraftLengthController(longest, measures_time=measures_time))

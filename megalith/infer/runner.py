@@ -52,9 +52,12 @@ class StepLogits:
     """By sequence in `PromptNeeds.logits`: logits [k, v] of the prompt tokens after the k
     processed ones."""
 
-    hidden: Mapping[int, Tensor]
+    prompt_hidden: Mapping[int, Tensor]
     """By sequence in `PromptNeeds.hidden`: hidden states [k, h] of the k processed tokens after
     the final norm."""
+
+    hidden: Tensor | None = None
+    """[t, h]: hidden states of all tokens; None if rows were executed one by one."""
 
 
 class ModelRunner:
@@ -133,7 +136,7 @@ class ModelRunner:
                 prompt[row.seq_id] = self._project(hidden[first : first + count])
             first += row.count
         sampling = tuple(row for row in rows if row.samples and row.seq_id not in needs.hidden)
-        return StepLogits(sampling, self._project(hidden[last]), prompt, pooled)
+        return StepLogits(sampling, self._project(hidden[last]), prompt, pooled, hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Return logits [k, v] of hidden states [k, h], some rows at a time."""

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from megalith.config.serve import EngineConfig
 from megalith.errors import ConfigError
 from megalith.infer.cache import CachePlan
 from megalith.infer.sample import SampleRow
-from megalith.plan.serving.scheduler import StepPlan
+from megalith.plan.serving.scheduler import PlannedRow, StepPlan
 
 NUM_DRAFT_TOKENS = 4
 """Drafts per row if the settings name no number (heuristic)."""
@@ -64,6 +66,9 @@ class DraftProposer(Protocol):
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return up to `num_drafts` draft tokens for each row."""
 
+    def observe(self, rows: Sequence[PlannedRow], hidden: Tensor) -> None:
+        """Use the hidden states [t, h] of the last layer, of all tokens of a step."""
+
     def release(self, seq_id: int) -> None:
         """Forget a sequence that ended or was preempted; it may be unknown."""
 
@@ -83,6 +88,9 @@ class NGramProposer:
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return the continuation of the most recent occurrence."""
         return [self._propose_row(row) for row in rows]
+
+    def observe(self, rows: Sequence[PlannedRow], hidden: Tensor) -> None:
+        """Hidden states are not used."""
 
     def release(self, seq_id: int) -> None:
         """Forget the tokens of a sequence."""
@@ -228,6 +236,14 @@ class Speculator:
             seconds = time.monotonic() - started
             self.lengths.record_proposal(num_drafts, len(rows), seconds)
         return drafts
+
+    def observe(self, plan: StepPlan, hidden: Tensor | None) -> None:
+        """Use the hidden states of a step; None: they are not complete."""
+        if hidden is not None:
+            self.proposer.observe(plan.rows, hidden)
+            return
+        for row in plan.rows:
+            self.proposer.release(row.seq_id)
 
     def record_step(self, plan: StepPlan, seconds: float) -> None:
         """Use the time of a step, and forget the preempted sequences."""

@@ -12,7 +12,7 @@ from megalith.config.generation import SamplingParams
 from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
 from megalith.infer.engine import InferenceEngine
-from megalith.infer.load import build_draft_runner, build_speculator
+from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
@@ -61,11 +61,9 @@ def build(
         batch_invariant=config.batch_invariant,
     )
     check_speculation(config, plan)
-    runner, draft_runner = ModelRunner(model, pool), None
-    if draft_model is not None:
-        draft_plan = plan_cache(draft_model.config, tp=tp, element_size=model.dtype.itemsize)
-        draft_runner = build_draft_runner(draft_model, draft_plan, runner)
-    speculator = build_speculator(config, runner, draft_runner)
+    runner = ModelRunner(model, pool)
+    generator = TextGenerator(model, tokenizer, eos, draft_model=draft_model)
+    speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
     if proposer is not None:
         speculator = Speculator(proposer, DraftLengthController(5, measures_time=False))
     return InferenceEngine(
@@ -93,6 +91,9 @@ class ReferenceProposer:
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return the next tokens of each reference."""
         return [self._propose_row(row) for row in rows]
+
+    def observe(self, rows: Sequence[PlannedRow], hidden: Tensor) -> None:
+        """Hidden states are not used."""
 
     def release(self, seq_id: int) -> None:
         """Nothing is stored."""

@@ -254,6 +254,40 @@ def test_mtp_layers_are_neither_built_nor_loaded(
     assert text(path) == expected
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "folder"])
+def test_mtp_layers_are_loaded_for_drafts(kind: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    latent = {"mla": MLAConfig(kv_rank=6, nope_dim=2, rope_dim=2, value_dim=4), "num_kv_heads": 6}
+    config = tiny.config(vocab_size=300, mtp=MTPConfig(num_layers=1), **latent)
+    path = save(tmp_path / "ours", tiny.model(config), TokenizerConfig())
+    if kind == "folder":
+        convert(open_pretrained(path), tmp_path / "theirs", "huggingface")
+        path = tmp_path / "theirs"
+    source = open_source(str(path), 1)
+    speculation = SpeculationConfig(method="mtp")
+    generator, plain = (
+        load_text_generator(
+            source, build_single_rank_mesh(), CPU, torch.float64, speculation=settings
+        )
+        for settings in (speculation, SpeculationConfig())
+    )
+    prompts = [[1, 2, 3], [9] * 20]
+    engine = build_engine(generator, EngineConfig(speculation=speculation))
+    outputs = run(engine, [(prompt, GREEDY) for prompt in prompts])
+    expected = run(build_engine(plain, EngineConfig()), [(prompt, GREEDY) for prompt in prompts])
+    assert [one.outputs[0].token_ids for one in outputs] == [
+        one.outputs[0].token_ids for one in expected
+    ]
+    assert engine.scheduler.make_stats().num_drafts > 0
+    assert len(engine.scheduler.make_stats().num_draft_tokens_per_pos) == 1
+    for loaded, number, message in (
+        (plain, None, "num_draft_tokens=1: the model has 0 MTP layers, or was loaded without them"),
+        (generator, 2, "num_draft_tokens=2: the model has 1 MTP layers.* Set num_draft_tokens to"),
+    ):
+        settings = SpeculationConfig(method="mtp", num_draft_tokens=number)
+        with pytest.raises(ConfigError, match=message):
+            build_engine(loaded, EngineConfig(speculation=settings))
+
+
 def load_with_draft(source: Path, draft_model: Path) -> TextGenerator:
     speculation = SpeculationConfig(method="draft_model", draft_model=str(draft_model))
     return load_text_generator(

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megalith.config.generation import SamplingParams
-from megalith.config.model import AttentionConfig
+from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig, RelativeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import ConfigError
 from megalith.infer.draft_model import DraftModelProposer
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.mtp_drafts import MTPProposer
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import SampleRow
 from megalith.infer.speculative import (
@@ -25,7 +26,12 @@ from megalith.infer.speculative import (
     NGramProposer,
     find_continuation,
 )
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import seq_params_from_rows
+from megalith.models.decoder import Decoder
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.plan.serving.scheduler import PlannedRow
+from megalith.plan.stages import mtp_hidden_name
 from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import layout_case
 from tests.infer.engines import (
@@ -234,6 +240,9 @@ class WrongProposer:
         self.lengths += [row.num_drafts for row in rows]
         return [[36] * row.num_drafts for row in rows]
 
+    def observe(self, rows: Sequence[PlannedRow], hidden: torch.Tensor) -> None:
+        """Hidden states are not used."""
+
     def release(self, seq_id: int) -> None:
         """Nothing is stored."""
 
@@ -361,6 +370,95 @@ def test_drafts_of_a_model_change_no_token(kind: str, tiny: SimpleNamespace) -> 
         assert isinstance(proposer, DraftModelProposer)
         assert not proposer._cache.states
         assert proposer._cache._manager.allocator.num_used == 0
+
+
+MTP_KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"attention": AttentionConfig(window=5)},
+    "MLA": {
+        "mla": MLAConfig(kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3),
+        "num_kv_heads": 6,
+    },
+    "relative": {"positions": "relative", "relative": RelativeConfig(buckets=8)},
+}
+
+
+@torch.no_grad()
+def mtp_drafts(model: Decoder, token_ids: Sequence[int], num_layers: int) -> list[int]:
+    """Greedy drafts of the MTP layers, from one forward pass of the training code."""
+    drafts: list[int] = []
+    count = len(token_ids) - 1  # positions whose next token is known
+    for depth in range(num_layers):
+        text = torch.tensor([*token_ids, *drafts])
+        ids = [(text[1 + d : 1 + d + count], torch.empty(0)) for d in range(depth + 1)]
+        ids += [(text[:count], torch.empty(0))] * (num_layers - depth - 1)  # not used
+        inputs = LayerInputs(seq_params_from_rows(1, count))
+        outputs = model(text[:count], inputs, mtp_inputs=ids)
+        hidden = outputs[mtp_hidden_name(depth + 1)][-1:]
+        drafts.append(int(model.head.logits(hidden)[:, :37].argmax()))
+    return drafts
+
+
+@pytest.mark.parametrize("kind", MTP_KINDS)
+def test_mtp_drafts_are_those_of_one_forward_pass(kind: str, tiny: SimpleNamespace) -> None:
+    config = tiny.config(mtp=MTPConfig(num_layers=3), **MTP_KINDS[kind])
+    model = tiny.model(config, dtype=torch.float64)
+    requests = [
+        (list(range(length, 0, -1)), replace(GREEDY, logprobs=0, max_new_tokens=20))
+        for length in (1, 4, 13, 30)
+    ]
+    reference = run(build(model), requests)
+    for settings in (
+        {},
+        {"max_num_batched_tokens": 7, "min_prefill_chunk_tokens": 1, "max_num_seqs": 3},
+        {"num_blocks": 26, "max_model_len": 56, "prefix_caching": False, "max_num_seqs": 4},
+    ):
+        engine = build(model, speculation="mtp", block_size=3, **settings)
+        proposer = RecordingProposer(engine, reference)
+        outputs = run(engine, requests, {2: 3})
+        assert tokens_of(outputs) == tokens_of(reference)
+        for output in outputs:
+            check_logprobs(model, output)
+        assert len(proposer.drafts) > 20
+        for token_ids, drafts in proposer.drafts[::4]:
+            assert drafts == mtp_drafts(model, token_ids, 3)[: len(drafts)], settings
+        again = run(engine, requests)  # with cached prefixes, which have no hidden states
+        assert tokens_of(again) == tokens_of(reference)
+        assert count_accepted(engine)[1] > 10
+        mtp = proposer.plain
+        assert isinstance(mtp, MTPProposer)
+        assert not mtp._hidden_states and mtp._cache._manager.allocator.num_used == 0
+
+
+class RecordingProposer:
+    """Records the drafts of an engine's proposer, and often returns the tokens that follow instead,
+    so that drafts are accepted too."""
+
+    def __init__(self, engine: InferenceEngine, reference: Sequence[RequestOutput]) -> None:
+        assert engine._speculator is not None
+        self.reference = ReferenceProposer(reference)
+        self.num_calls = 0
+        self.plain = engine._speculator.proposer
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        engine._speculator.proposer = self
+        engine._speculator.lengths.choose = lambda seq_id, num_rows: 3  # type: ignore[method-assign]
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Propose and record."""
+        result = self.plain.propose(rows)
+        self.drafts += [
+            (list(row.token_ids), drafts) for row, drafts in zip(rows, result, strict=True)
+        ]
+        self.num_calls += 1
+        return result if self.num_calls % 2 else self.reference.propose(rows)
+
+    def observe(self, rows: Sequence[PlannedRow], hidden: torch.Tensor) -> None:
+        """Pass the hidden states on."""
+        self.plain.observe(rows, hidden)
+
+    def release(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self.plain.release(seq_id)
 
 
 def test_models_with_recurrent_states_are_rejected() -> None:
