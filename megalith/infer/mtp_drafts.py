@@ -190,7 +190,7 @@ class MTPProposer:
         caches = self._kv_cache.layers(StepBlocks(planned, groups, size, x.device))
         inputs = self._make_inputs(planned, x.device)
         last = torch.tensor([job.count for job in jobs], device=x.device).cumsum(0) - 1
-        with small_batch_matmul("auto", self._limits):
+        with small_batch_matmul(self._limits):
             for depth, cache in enumerate(caches):
                 ids: list[int] = []
                 for job in jobs:

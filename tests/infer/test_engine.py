@@ -49,8 +49,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "mla": MLAConfig(kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3),
         "num_kv_heads": 6,
     },
-    "relative": {"positions": "relative", "relative": RelativeConfig(buckets=8)},
     "learned positions": {"positions": "learned"},
+    "relative": {"positions": "relative", "relative": RelativeConfig(buckets=8)},
     "experts": {
         "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7, capacity=CapacityConfig())
     },
@@ -108,7 +108,7 @@ SETTINGS: list[dict[str, Any]] = [
     },
     {"block_size": 16, "max_num_batched_tokens": 19, "batching": "static", "max_num_seqs": 9},
     {"block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 6, "pool": 1.3},
-    {"block_size": 3, "max_num_batched_tokens": 33, "prefix_caching": False, "pool": 1.2}
+    {"block_size": 3, "max_num_batched_tokens": 33, "prefix_caching": False, "pool": 1.6}
     | {"max_num_seqs": 20},
 ]
 

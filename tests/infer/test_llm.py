@@ -218,7 +218,7 @@ def test_an_error_of_the_engine_ends_its_requests_and_not_the_thread(
         async with AsyncLLM(generator) as llm:
             schedule = llm.engine.scheduler.schedule
 
-            def fails() -> Any:
+            def fails(**options: Any) -> Any:
                 llm.engine.scheduler.schedule = schedule  # type: ignore[method-assign]
                 raise ValueError("planted")
 
