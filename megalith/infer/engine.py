@@ -262,6 +262,8 @@ class InferenceEngine:
             try:
                 self._sample(plan, logits, outputs)
             except BaseException as error:
+                if self._tensor_parallel and isinstance(error, Exception):
+                    raise  # the other ranks would continue with this request
                 # Sequences without their next token would never be scheduled again.
                 for row in plan.rows:
                     outputs += self._fail(_RowFailure(row, error))
@@ -623,8 +625,8 @@ class InferenceEngine:
             pairs = zip(outputs, draft_ids, strict=False)  # drafts after the last output
             num_accepted = sum(output.token == draft for output, draft in pairs)
             self.scheduler.count_drafts(len(draft_ids), num_accepted)
-            if self._speculator is not None:
-                number = choice.state.seq_id
+            number = choice.state.seq_id
+            if self._speculator is not None and number in self._choices:
                 self._speculator.lengths.record_drafts(number, len(draft_ids), num_accepted)
         return outputs
 

@@ -343,6 +343,7 @@ async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineProcess]:
             "-m",
             "megalith.serve.engine_process",
             stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the HTTP process
         )
         engine = EngineProcess(client, process)
         assert process.stdin is not None, "it is a pipe"

@@ -46,7 +46,7 @@ from megalith.infer.load import (
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import TokenLogprobs
 from megalith.infer.structured_output import Grammar
-from megalith.launch.launcher import in_worker, run_workers
+from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
 from megalith.parallel.group import Group, broadcast_bytes, single_rank_group
 from megalith.parallel.mesh import build_mesh
@@ -337,7 +337,8 @@ class EngineServer:
         except Exception as error:
             self._reject(message, error)
             return
-        self._metrics.access_log.name(number, message.uid)
+        if self._socket is not None:  # only rank 0 has callbacks
+            self._metrics.access_log.name(number, message.uid)
         self._requests[number] = _ClientRequest(
             message.request_id,
             self.engine.output_of(number),
@@ -572,25 +573,27 @@ def read_generation_defaults(source: Pretrained) -> dict[str, Any]:
 
 def main() -> int:
     """Run an engine process, or start one for each rank."""
-    # The HTTP process drains at these signals, which a terminal sends to all processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _ignore_signals()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if in_worker(os.environ):
-        return run_rank(EngineSettings(**json.loads(os.environ[SETTINGS_VARIABLE])))
+        settings = EngineSettings(**json.loads(os.environ[SETTINGS_VARIABLE]))
+        return worker_main(lambda: run_rank(settings), os.environ)
     line = sys.stdin.readline()
     settings = EngineSettings(**json.loads(line))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    if settings.nproc == 1:
-        return run_rank(settings)
     try:
+        if settings.nproc == 1:
+            return run_rank(settings)
         return run_workers(
             [],
             settings.nproc,
             command=(sys.executable, "-m", "megalith.serve.engine_process"),
             environment=os.environ | {SETTINGS_VARIABLE: line},
         )
-    except UserError:  # rank 0 has sent why the model cannot be loaded
+    except UserError as error:
+        socket = connect_engine_socket(settings.address)
+        socket.send(Codec().encode(LoadFailed(str(error))))
+        socket.close()
         return 2
     except RankError as error:
         _logger.error("%s", error)
@@ -598,21 +601,19 @@ def main() -> int:
 
 
 def run_rank(settings: EngineSettings) -> int:
-    """Load this rank's shard of the model and serve until the shutdown command."""
+    """Load this rank's shard of the model and serve until the shutdown command.
+
+    Raises:
+        UserError: the model cannot be served.
+    """
+    _ignore_signals()
     worker = Worker.from_environment(os.environ)
-    socket = connect_engine_socket(settings.address) if worker.rank == 0 else None
     metrics = EngineMetrics(
         settings.served_model_name, AccessLog(log_prompts=settings.log_requests)
     )
     ranks = connect(worker, timeout_seconds=TIMEOUT_S)
-    try:
-        engine, info = load_engine(settings, metrics, worker)
-    except UserError as error:
-        if socket is not None:
-            socket.send(Codec().encode(LoadFailed(str(error))))
-            socket.close()
-        disconnect(worker, failed=True)
-        return 2
+    engine, info = load_engine(settings, metrics, worker)
+    socket = connect_engine_socket(settings.address) if worker.rank == 0 else None
     server = EngineServer(engine, socket, metrics, ranks)
     server.send(Ready(asdict(info)))
     server.run()
@@ -620,6 +621,13 @@ def run_rank(settings: EngineSettings) -> int:
         socket.close()
     disconnect(worker)
     return 0
+
+
+def _ignore_signals() -> None:
+    """Ignore the signals at which the HTTP process drains: a terminal or a service manager sends
+    them to all processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_with_parent() -> None:

@@ -173,9 +173,7 @@ def read_params(
     limits = [
         limit for limit in (params.deadline_s, state.config.request_timeout_s) if limit is not None
     ]
-    # msgpack has no integers above 64 bits; a larger top_k than the vocabulary changes nothing
-    top_k = None if params.top_k is None else min(params.top_k, model.info.vocab_size)
-    return replace(params, top_k=top_k, deadline_s=min(limits, default=None))
+    return replace(params, deadline_s=min(limits, default=None))
 
 
 def fit_context(

@@ -64,7 +64,9 @@ def build(
     runner = ModelRunner(model, pool)
     generator = TextGenerator(model, tokenizer, eos, draft_model=draft_model)
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
-    if proposer is not None:
+    if proposer is None and speculator is not None:
+        proposer = speculator.proposer
+    if proposer is not None:  # the number of drafts does not depend on measured times
         speculator = Speculator(proposer, DraftLengthController(5, measures_time=False))
     return InferenceEngine(
         runner,

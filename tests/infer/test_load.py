@@ -266,7 +266,11 @@ def test_mtp_layers_are_loaded_for_drafts(kind: str, tmp_path: Path, tiny: Simpl
     speculation = SpeculationConfig(method="mtp")
     generator, plain = (
         load_text_generator(
-            source, build_single_rank_mesh(), CPU, torch.float64, speculation=settings
+            source,
+            build_single_rank_mesh(),
+            CPU,
+            torch.float64,
+            config=EngineConfig(speculation=settings),
         )
         for settings in (speculation, SpeculationConfig())
     )

@@ -168,6 +168,8 @@ def test_ngram_drafts_of_repeated_text_are_accepted(tiny: SimpleNamespace) -> No
     assert sorted(accepted, reverse=True) == list(accepted)
     assert all(map(int.__le__, accepted, stats.num_draft_tokens_per_pos))
     assert stats.num_drafts == stats.num_draft_tokens_per_pos[0]
+    assert engine._speculator is not None
+    assert not engine._speculator.lengths._acceptance, "statistics of finished sequences are kept"
 
 
 def test_a_step_returns_accepted_tokens_in_order_with_their_log_probs(

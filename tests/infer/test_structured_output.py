@@ -246,6 +246,24 @@ def test_masks_that_exclude_each_other_end_the_request_with_an_error(
 # --- independence of requests
 
 
+def test_drafts_do_not_change_structured_outputs(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(vocab_size=257, max_seq_len=512, init_std=0.3))
+    schema = json.dumps({"type": "array", "items": {"enum": ["abc", 12]}, "minItems": 6})
+    structures = ({"json": schema}, {"regex": "(ab){3,9}[xy]{4}"}, {"choice": ("aaaaaaaa", "b")})
+    requests = [
+        (PROMPT, replace(sampled(seed, max_new_tokens=70, **structure), n=2))
+        for seed, structure in enumerate(structures)
+    ]
+    options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "eos": frozenset([EOS])}
+    expected = run(build(model, **options), requests)
+    engine = build(model, speculation="ngram", **options)
+    outputs = run(engine, requests)
+    for output, other in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in other.outputs]
+        assert [one.finish_reason for one in output.outputs] == ["stop", "stop"]
+    assert engine.scheduler.make_stats().num_accepted_tokens > 0
+
+
 def test_failing_grammar_ends_only_its_own_request(engine: InferenceEngine) -> None:
     good = replace(sampled(5, regex="[a-z]{20}"), n=2)
     plain = SamplingParams(seed=5, max_new_tokens=20)

@@ -66,6 +66,18 @@ def test_server_fails_requests_when_a_rank_is_killed(run: Path) -> None:
         assert server.process.wait(20) == 1
 
 
+def test_ranks_end_with_the_http_process(run: Path) -> None:
+    with running_server(run, "--nproc", "2", "--served-model-name", "tiny") as server:
+        (launcher,) = children(server.process.pid)
+        ranks = children(launcher)
+        assert len(ranks) == 2
+        server.process.kill()
+        deadline = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}").exists() for pid in (launcher, *ranks)):
+            assert time.monotonic() < deadline, "a process outlives the server"
+            time.sleep(0.05)
+
+
 def test_impossible_number_of_ranks_is_reported(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
