@@ -29,6 +29,9 @@ _UNSUPPORTED_SIZES = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
 )
+SPECULATIVE_TOKENS = "--num-speculative-tokens"
+"""Draft tokens, which Megatron takes from the MTP layers of the model."""
+
 _CONVERSIONS = {"static": "static", "dynamic": "continuous"}
 """Values of engine.batching, by those of --engine-type."""
 
@@ -135,6 +138,11 @@ def _translate_mapped(draft: Draft, name: str, setting: str) -> None:
     if setting in draft.settings:
         draft.report("already", name, f"{setting} is determined by another argument")
         return
+    if name == SPECULATIVE_TOKENS:
+        if value == 0:
+            draft.report("already", name, "no draft tokens")
+            return
+        draft.put(name, "engine.speculation.method", "mtp")
     if name.startswith("--no-"):
         value = False
     elif name == "--use-legacy-static-engine":

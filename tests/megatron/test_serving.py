@@ -2,6 +2,7 @@
 
 import pytest
 
+from megalith.config.serve import SpeculationConfig
 from megalith.config.server import ServeRun
 from megalith.config.tree import apply_overrides
 from megalith.megatron.parse import MegatronFlag, known_flags, mapped_flags, unmapped_flags
@@ -79,13 +80,19 @@ def test_first_of_several_limits_applies_and_the_other_is_reported() -> None:
 def test_values_that_do_the_same_are_not_reported_as_missing() -> None:
     same = f"{DYNAMIC}-unified-memory-level 0 --num-speculative-tokens 0 --model-provider gpt"
     assert set(verdicts(serve(same)).values()) == {"already"}
-    other = serve(f"{DYNAMIC}-unified-memory-level 1 --num-speculative-tokens 2 --fp16")
+    other = serve(f"{DYNAMIC}-unified-memory-level 1 --fp16")
     assert set(verdicts(other).values()) == {"not mapped"}
     assert other.refusals(strict=False) == []
     (message,) = other.refusals(strict=True)
     assert message.startswith("--fp16: not implemented: inference in fp16; use --dtype bf16")
     (message,) = serve("--model-provider mamba").refusals(strict=False)
     assert "models other than a GPT" in message
+
+
+def test_draft_tokens_are_those_of_the_mtp_layers() -> None:
+    done = serve("--num-speculative-tokens 2")
+    assert done.run is not None
+    assert done.run.engine.speculation == SpeculationConfig(method="mtp", num_draft_tokens=2)
 
 
 def test_tensor_parallel_model_is_served_by_several_processes() -> None:
