@@ -16,7 +16,7 @@ from megalith.infer.speculative import DraftRow
 from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 
-UNLIKELY = -1e30
+MASKED_LOGIT = -1e30
 """Logit of tokens that the draft model does not have; finite, so that the row counts as valid."""
 
 
@@ -181,7 +181,7 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Return logits [rows, vocab_size] of logits [rows, v] with another number of padding
     tokens."""
     missing = vocab_size - logits.shape[-1]
-    return pad(logits, (0, missing), value=UNLIKELY) if missing > 0 else logits[:, :vocab_size]
+    return pad(logits, (0, missing), value=MASKED_LOGIT) if missing > 0 else logits[:, :vocab_size]
 
 
 def check_same_vocabulary(tokenizer: Tokenizer, draft_tokenizer: Tokenizer, source: str) -> None:

@@ -104,7 +104,7 @@ class _Request:
     """The first choice, and after its first token the others."""
 
 
-class _VerifiedRow(NamedTuple):
+class _DraftedRow(NamedTuple):
     """A choice with the drafts of its row in a step."""
 
     choice: _Choice
@@ -160,7 +160,8 @@ class InferenceEngine:
         self.grammars = (
             None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size)
         )
-        """Compiles the grammars of requests; `add_request` does it too, but it takes time."""
+        """Compiles the grammars of requests. Compile on another thread first: `add_request`
+        compiles synchronously."""
         self._tensor_parallel = model.tp_comm.group.size > 1
         self._requests: dict[int, _Request] = {}
         self._choices: dict[int, _Choice] = {}
@@ -558,7 +559,7 @@ class InferenceEngine:
         for row in plan.rows:
             if row.seq_id in logits.prompt_hidden:
                 outputs += self._add_hidden_states(row, logits.prompt_hidden[row.seq_id])
-        verified: list[_VerifiedRow] = []
+        verified: list[_DraftedRow] = []
         end = 0
         for row in logits.rows:
             positions = range(end, end + 1 + len(row.draft_ids))
@@ -570,7 +571,7 @@ class InferenceEngine:
                 outputs += self._end_request(choice.request, "length")
                 continue
             verified += [
-                _VerifiedRow(sibling, row.draft_ids, positions) for sibling in self._fork(choice)
+                _DraftedRow(sibling, row.draft_ids, positions) for sibling in self._fork(choice)
             ]
         verified = self._add_grammar_masks(verified, logits.next_token.device, outputs)
         if not verified:
@@ -593,7 +594,7 @@ class InferenceEngine:
     def _make_sample_row(
         self, choice: _Choice, draft_ids: Sequence[int], grammar_mask: Tensor | None = None
     ) -> SampleRow:
-        """Return what determines the token after the tokens of a choice and drafts."""
+        """Return the sampling inputs of the position after the tokens of a choice and drafts."""
         request, counts, output_ids = choice.request, choice.counts, choice.completion.token_ids
         if draft_ids:
             output_ids = [*output_ids, *draft_ids]
@@ -631,11 +632,11 @@ class InferenceEngine:
         return outputs
 
     def _add_grammar_masks(
-        self, verified: list[_VerifiedRow], device: torch.device, outputs: list[TokenOutput]
-    ) -> list[_VerifiedRow]:
+        self, verified: list[_DraftedRow], device: torch.device, outputs: list[TokenOutput]
+    ) -> list[_DraftedRow]:
         """Return the rows with the tokens that grammars allow; a choice whose grammar fails ends,
         and its last output is added. On a GPU the forward pass runs meanwhile."""
-        rows: list[_VerifiedRow] = []
+        rows: list[_DraftedRow] = []
         for row in verified:
             grammar = row.choice.grammar
             if grammar is not None:

@@ -25,7 +25,7 @@ MAX_LOGIT_ROWS = 1024
 
 
 class PromptNeeds(NamedTuple):
-    """Sequences of which a step returns something about their prompt."""
+    """Sequences whose prompt logits or hidden states a step returns."""
 
     logits: frozenset[int] = frozenset()
     """Log-probs of the prompt are requested."""

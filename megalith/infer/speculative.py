@@ -125,7 +125,7 @@ def find_continuation(text: str) -> int:
 
 
 @dataclass(slots=True)
-class _Acceptance:
+class _AcceptanceStats:
     """Recent drafts of a sequence."""
 
     num_accepted: float = 1.0  # one accepted and one rejected draft at first (heuristic)
@@ -150,14 +150,14 @@ class DraftLengthController:
 
     def __init__(self, longest: int, *, measures_time: bool) -> None:
         self._longest, self._measures_time = longest, measures_time
-        self._acceptance: dict[int, _Acceptance] = {}
+        self._acceptance: dict[int, _AcceptanceStats] = {}
         self._token_cost = TOKEN_COST
         self._draft_cost = 0.0
         self._moments = [0.0] * 5  # weighted sums: 1, tokens, seconds, tokens^2, tokens * seconds
 
     def choose(self, seq_id: int, num_rows: int) -> int:
         """Return the number of drafts of a sequence in a step of `num_rows` rows."""
-        acceptance = self._acceptance.setdefault(seq_id, _Acceptance())
+        acceptance = self._acceptance.setdefault(seq_id, _AcceptanceStats())
         # cost of another token per row relative to the step without drafts
         cost = self._token_cost * num_rows / (1 + self._token_cost * num_rows) + self._draft_cost
         best, best_speed = 0, MIN_SPEEDUP
@@ -175,7 +175,7 @@ class DraftLengthController:
 
     def record_drafts(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
         """Update the acceptance rate of a sequence after a step with drafts."""
-        acceptance = self._acceptance.setdefault(seq_id, _Acceptance())
+        acceptance = self._acceptance.setdefault(seq_id, _AcceptanceStats())
         num_verified = min(num_accepted + 1, num_drafts)
         acceptance.num_accepted = ACCEPTANCE_DECAY * acceptance.num_accepted + num_accepted
         acceptance.num_verified = ACCEPTANCE_DECAY * acceptance.num_verified + num_verified

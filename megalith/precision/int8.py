@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.kernels.grouped_linear import GroupedMatmulOps, Groups, by_expert
 from megalith.kernels.linear import MatmulOps, find_small_batch_kernel, torch_forward
 
-LARGEST = 127
+INT8_MAX = 127
 """Largest int8 value that is used: the range is symmetric, without a zero point."""
 
 MAX_DEQUANTIZED_ELEMENTS = 1 << 20
@@ -36,9 +36,9 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     largest = weight.abs().amax(1)
     if not bool(largest.isfinite().all()):
         raise ValueError("a value is NaN or infinite")
-    scales = largest / LARGEST
+    scales = largest / INT8_MAX
     # A row of zeros has scale 0; it must not divide by it. Values of subnormal rows are clamped.
-    values = (weight / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-LARGEST, LARGEST)
+    values = (weight / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
     return Int8Weight(values.to(torch.int8), scales)
 
 

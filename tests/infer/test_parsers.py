@@ -224,3 +224,17 @@ def test_long_call_in_small_pieces(kind: str) -> None:
     text = coder("add", text=value) if kind == "qwen3-coder" else json.dumps(call)
     result = parse(build(kind), list(hermes(text) if kind == "hermes" else text))
     assert [json.loads(one.arguments) for one in result.tool_calls] == [{"text": value}]
+
+
+def test_json_call_with_many_braces_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    class CountingDecoder(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+            texts.append(s)
+            return super().raw_decode(s, idx)
+
+    monkeypatch.setattr("megalith.infer.parsers.tool_calls._DECODER", CountingDecoder())
+    call = json.dumps({"name": "add", "arguments": {"items": [{"b": '}"{'}] * 50}})
+    result = parse(build("json"), [call[start : start + 3] for start in range(0, len(call), 3)])
+    assert [one.name for one in result.tool_calls] == ["add"] and len(texts) == 1

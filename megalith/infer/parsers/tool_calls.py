@@ -20,7 +20,7 @@ class ToolCallParser(Protocol):
     """Finds tool calls in the text of one choice."""
 
     def push(self, text: str) -> ParsedText:
-        """Add text; return what is certain."""
+        """Add text; return the parts that later text cannot change."""
 
     def finish(self) -> ParsedText:
         """Return the withheld text, at the end of the output."""
@@ -71,7 +71,7 @@ class HermesParser:
         self._is_inside = self._has_calls = False
 
     def push(self, text: str) -> ParsedText:
-        """Add text; return what is certain."""
+        """Add text; return the parts that later text cannot change."""
         self._buffer += text
         result = ParsedText()
         while True:
@@ -153,6 +153,32 @@ def _convert(text: str, schema: Any) -> object:  # the JSON schema of the parame
     return text if value is None and text != "null" else value
 
 
+class _ObjectScanner:
+    """Finds the end of a JSON object in a text that grows; looks at every character once."""
+
+    def __init__(self) -> None:
+        self._position = self._depth = 0
+        self._is_string = self._is_escaped = False
+
+    def is_complete(self, text: str) -> bool:
+        """Return whether the object at the start of the text may be complete: its braces outside of
+        strings are balanced."""
+        for character in text[self._position :]:
+            self._position += 1
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_string:
+                self._is_escaped = character == "\\"
+                self._is_string = character != '"'
+            elif character == '"':
+                self._is_string = True
+            elif character in "{}":
+                self._depth += 1 if character == "{" else -1
+                if self._depth == 0:
+                    return True
+        return False
+
+
 class JsonParser:
     """Calls as JSON objects {"name", "arguments" or "parameters"} at the start of the text, alone,
     in a list, or separated by semicolons, as Llama 3 writes them."""
@@ -163,9 +189,10 @@ class JsonParser:
         self._tools = tools
         self._buffer = ""
         self._is_content = self._has_calls = False
+        self._scanner = _ObjectScanner()
 
     def push(self, text: str) -> ParsedText:
-        """Add text; return what is certain."""
+        """Add text; return the parts that later text cannot change."""
         self._buffer += text
         result = ParsedText()
         while not self._is_content:
@@ -174,10 +201,10 @@ class JsonParser:
                 return result
             if not rest.startswith("{"):
                 self._is_content = True
-            elif "}" not in text:  # nothing can be complete
+            elif not self._scanner.is_complete(rest):
                 return result
-            elif not self._take_call(rest, result):
-                break
+            else:
+                self._take_call(rest, result)
         if self._is_content:
             result.content, self._buffer = self._buffer, ""
         return result
@@ -200,20 +227,19 @@ class JsonParser:
         match = self._SEPARATORS.match(text)
         return 0 if match is None else match.end()
 
-    def _take_call(self, rest: str, result: ParsedText) -> bool:
-        """Remove the first JSON value; False if it is incomplete."""
+    def _take_call(self, rest: str, result: ParsedText) -> None:
+        """Remove the object at the start of the text; all of it is content if it is no call."""
         try:
             value, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
-            return False
+            value, end = None, 0
         call = read_call(value, self._tools)
         if call is None:
             self._is_content = True
-            return True
+            return
         self._has_calls = True
         result.tool_calls.append(call)
-        self._buffer = rest[end:]
-        return True
+        self._buffer, self._scanner = rest[end:], _ObjectScanner()
 
 
 class NamedCallParser:
@@ -223,7 +249,7 @@ class NamedCallParser:
         self._name, self._text = name, ""
 
     def push(self, text: str) -> ParsedText:
-        """Add text; nothing is certain before the end."""
+        """Add text; later text may change all of it."""
         self._text += text
         return ParsedText()
 
