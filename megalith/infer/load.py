@@ -201,9 +201,6 @@ def load_text_generator(
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
-    quantizes = config.quantization == "int8"
-    if quantizes:
-        check_int8_supported(device, backends)
     draft_model = None
     if config.speculation.draft_model is not None:
         opened = open_draft_model(config.speculation.draft_model, source.model, mesh.tp.size)
@@ -217,6 +214,9 @@ def load_text_generator(
     model_config = source.model
     if config.speculation.method != "mtp":
         model_config = replace(model_config, mtp=MTPConfig())
+    quantizes = config.quantization == "int8"
+    if quantizes:
+        check_int8_supported(device, backends)
     context = build_context(
         model_config,
         mesh,
@@ -229,25 +229,8 @@ def load_text_generator(
         ),
     )
     model = Decoder(context)
-    quantized_weights = list(iter_quantized_weights(model))
-    set_int8_dtype(quantized_weights)
-    has_mlps = any(isinstance(module, ChunkedPrefillMLP) for module in model.modules())
-    if mlp_chunks > 1 and not has_mlps:
-        raise ConfigError(
-            f"--mlp-chunks={mlp_chunks} chunks the input of dense MLPs, but no layer of "
-            f"{source.path} has one. Remove --mlp-chunks, or set it to 1."
-        )
-    allocate(model, device)
-    quantized_names = {shard.name for quantized in quantized_weights for shard in quantized.shards}
-    entries = [
-        CheckpointEntry(spec.shard, "param", getattr(module, name))
-        for spec, module, name in iter_parameter_specs(model)
-        if spec.shard.name not in quantized_names
-    ]
-    skipped_mtp = MTP_PARAMETERS if model_config != source.model else ()
-    rules = CheckpointConfig(skip=(*sorted(quantized_names), *skipped_mtp))
-    load_weights(source, entries, mesh.world, rules=rules)
-    raise_on_all_ranks(lambda: load_int8_weights(quantized_weights, source.weights), mesh.world)
+    check_mlp_chunks(model, mlp_chunks, source.path)
+    load_decoder(model, source, device, mesh.world)
     return TextGenerator(
         model=model.eval(),
         tokenizer=tokenizer,
@@ -257,6 +240,41 @@ def load_text_generator(
         quantization=config.quantization,
         draft_model=draft_model,
     )
+
+
+def check_mlp_chunks(model: Decoder, mlp_chunks: int, path: Path) -> None:
+    """Check that a model has MLPs that process prompts in chunks, if there are several.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    has_mlps = any(isinstance(module, ChunkedPrefillMLP) for module in model.modules())
+    if mlp_chunks > 1 and not has_mlps:
+        raise ConfigError(
+            f"--mlp-chunks={mlp_chunks} chunks the input of dense MLPs, but no layer of {path} has "
+            "one. Remove --mlp-chunks, or set it to 1."
+        )
+
+
+def load_decoder(model: Decoder, source: Pretrained, device: torch.device, world: Group) -> None:
+    """Allocate a model and load its weights; those of int8 matmuls are quantized. Collective.
+
+    Raises:
+        CheckpointError: the weights are damaged.
+    """
+    quantized_weights = list(iter_quantized_weights(model))
+    set_int8_dtype(quantized_weights)
+    allocate(model, device)
+    quantized_names = {shard.name for quantized in quantized_weights for shard in quantized.shards}
+    entries = [
+        CheckpointEntry(spec.shard, "param", getattr(module, name))
+        for spec, module, name in iter_parameter_specs(model)
+        if spec.shard.name not in quantized_names
+    ]
+    skipped_mtp = MTP_PARAMETERS if model.config.mtp != source.model.mtp else ()
+    rules = CheckpointConfig(skip=(*sorted(quantized_names), *skipped_mtp))
+    load_weights(source, entries, world, rules=rules)
+    raise_on_all_ranks(lambda: load_int8_weights(quantized_weights, source.weights), world)
 
 
 def open_draft_model(source: str, model: ModelConfig, tp: int) -> Pretrained:
@@ -361,15 +379,23 @@ def build_engine(
         check_batch_invariance(build(()))
     engine = build(callbacks)
     logger.info("%s", engine.describe())
-    if size.max_model_len < model.config.max_seq_len and config.max_model_len is None:
+    if config.max_model_len is None:
+        _warn_if_context_is_reduced(size.max_model_len, model.config, config)
+    return engine
+
+
+def _warn_if_context_is_reduced(
+    max_model_len: int, model: ModelConfig, config: EngineConfig
+) -> None:
+    """Warn if the KV cache cannot hold a sequence of the model's context length."""
+    if max_model_len < model.max_seq_len:
         logger.warning(
             "the KV cache holds sequences of at most %d tokens, less than the context of %d. For "
             "longer ones increase cache.memory_fraction=%s, or free memory.",
-            size.max_model_len,
-            model.config.max_seq_len,
+            max_model_len,
+            model.max_seq_len,
             config.cache.memory_fraction,
         )
-    return engine
 
 
 def _check_invariant_backends(kernels: KernelsConfig) -> None:
