@@ -460,10 +460,9 @@ def _check_logit_bias(params: SamplingParams) -> Iterator[str]:
 
 
 def _check_structure(params: SamplingParams) -> Iterator[str]:
-    structure = params.structured_outputs
+    structure, name = params.structured_outputs, "structured_outputs"
     if structure is None:
         return
-    name = "structured_outputs"
     kinds = structure.kinds
     if len(kinds) != 1:
         given = " and ".join(kinds) or "none"
@@ -475,7 +474,10 @@ def _check_structure(params: SamplingParams) -> Iterator[str]:
     wrong = _structure_type_problem(structure)
     if wrong is not None:
         yield f"{name}.{wrong}"
-    elif structure.json is not None:
+        return
+    if structure.reasoning_end is not None:
+        yield from _check_reasoning_end(f"{name}.reasoning_end", structure.reasoning_end)
+    if structure.json is not None:
         yield from _check_schema(f"{name}.json", structure.json)
     elif structure.choice:
         yield from _check_texts(f"{name}.choice", structure.choice, MAX_STRUCTURE_CHOICES)
@@ -483,6 +485,16 @@ def _check_structure(params: SamplingParams) -> Iterator[str]:
         yield from _check_size(f"{name}.regex", structure.regex, MAX_REGEX_BYTES)
     elif structure.grammar is not None:
         yield from _check_size(f"{name}.grammar", structure.grammar, MAX_GRAMMAR_BYTES)
+
+
+def _check_reasoning_end(name: str, text: str) -> Iterator[str]:
+    if not text:
+        yield f"{name} is an empty text, which ends nothing. Leave it unset."
+    elif len(text) > MAX_STRING_CHARACTERS:
+        yield (
+            f"{name}={_shorten(text)} has {len(text)} characters, but the limit is "
+            f"{MAX_STRING_CHARACTERS}. Use a shorter text, such as </think>."
+        )
 
 
 def _structure_type_problem(structure: StructuredOutputsParams) -> str | None:

@@ -140,7 +140,8 @@ class HuggingFaceTokenizer:
         return int(self._byte_lengths[np.asarray(ids, np.int64)].sum())
 
     def token_bytes(self) -> Sequence[bytes | None]:
-        """Return the bytes of every id; None for special tokens and unused ids.
+        """Return the bytes of every id; None for special tokens, unused ids, and tokens of a
+        byte-level tokenizer with other characters than those of bytes.
 
         Raises:
             DataError: the tokenizer is neither byte-level nor of pieces as in SentencePiece.
@@ -159,7 +160,10 @@ class HuggingFaceTokenizer:
             if token in added:
                 result[token] = None if added[token]["special"] else text.encode()
             elif "ByteLevel" in decoders:
-                result[token] = bytes(_BYTES_OF_CHARACTERS[character] for character in text)
+                values = [_BYTES_OF_CHARACTERS.get(character) for character in text]
+                result[token] = bytes(byte for byte in values if byte is not None)
+                if None in values:
+                    result[token] = None
             else:
                 is_byte = "ByteFallback" in decoders and _BYTE_PIECE.fullmatch(text) is not None
                 result[token] = piece_bytes(text, is_byte=is_byte)

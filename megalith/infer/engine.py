@@ -353,6 +353,7 @@ class InferenceEngine:
         *,
         error: str | None = None,
         cause: Exception | None = None,
+        is_request_error: bool = False,
     ) -> TokenOutput:
         """End a choice without a token; returns its last output, with the text held back so far."""
         output = TokenOutput(
@@ -363,6 +364,7 @@ class InferenceEngine:
             finish_reason=reason,
             error=error,
             cause=cause,
+            is_request_error=is_request_error,
         )
         self._record(choice, output)
         return output
@@ -644,7 +646,10 @@ class InferenceEngine:
                     masks = torch.from_numpy(compute_masks(grammar, row.draft_ids))
                     row = row._replace(masks=masks.to(device))
                 except GrammarError as error:
-                    outputs.append(self._end_choice(row.choice, "error", error=str(error)))
+                    end = self._end_choice(
+                        row.choice, "error", error=str(error), is_request_error=True
+                    )
+                    outputs.append(end)
                     continue
             rows.append(row)
         return rows
@@ -670,13 +675,15 @@ class InferenceEngine:
         if timings.first_token is None:
             timings.first_token = time.monotonic()
         if sampled.error is not None:
-            return self._end_choice(choice, "error", error=sampled.error)
+            return self._end_choice(
+                choice, "error", error=sampled.error, is_request_error=sampled.is_request_error
+            )
         is_complete = False
         if choice.grammar is not None:
             try:
                 choice.grammar.accept(sampled.token)
             except GrammarError as error:
-                return self._end_choice(choice, "error", error=str(error))
+                return self._end_choice(choice, "error", error=str(error), is_request_error=True)
             is_complete = choice.grammar.is_finished
         stop = choice.stopping.check(sampled.token, is_complete=is_complete)
         self.scheduler.append_token(choice.state.seq_id, sampled.token, is_cached=is_draft)

@@ -35,6 +35,9 @@ class TokenOutput:
     cause: Exception | None = None
     """Exception of the forward pass that failed, on the process that executes it."""
 
+    is_request_error: bool = False
+    """Whether the parameters of the request are the cause of the error."""
+
 
 @dataclass(slots=True)
 class Completion:

@@ -172,6 +172,9 @@ class SampledToken:
     error: str | None = None
     """Why no token could be sampled; the request ends with it."""
 
+    is_request_error: bool = False
+    """Whether the parameters of the request are the cause of the error, which mask all tokens."""
+
 
 def sample_tokens(
     logits: Tensor, rows: Sequence[SampleRow], *, vocab_size: int
@@ -186,6 +189,7 @@ def sample_tokens(
     logits = _in_fp32(logits)[:, :vocab_size]
     tokens: dict[int, int] = {}
     errors: dict[int, str] = {}
+    masked_rows: set[int] = set()
     processed: dict[int, Tensor] = {}  # logits of rows with processors or filters
     plain = [index for index, row in enumerate(rows) if not row.has_processors]
     if plain:
@@ -213,12 +217,16 @@ def sample_tokens(
         ):
             if token < 0:
                 errors[index] = _describe_masked(rows[index])
+                masked_rows.add(index)
             else:
                 tokens[index], processed[index] = token, row_logits
     logprobs = _compute_row_logprobs(logits, processed, rows, tokens)
     return [
         SampledToken(
-            token=tokens.get(index, -1), logprobs=logprobs.get(index), error=errors.get(index)
+            token=tokens.get(index, -1),
+            logprobs=logprobs.get(index),
+            error=errors.get(index),
+            is_request_error=index in masked_rows,
         )
         for index in range(len(rows))
     ]

@@ -22,6 +22,9 @@ from megalith.errors import ConfigError
 MAX_CACHED_GRAMMARS = 64
 """Compiled grammars that an engine keeps (heuristic: a service has a few schemas)."""
 
+MAX_LOCATED_SCHEMAS = 64
+"""Schemas inside an invalid one that are compiled to locate its error (heuristic)."""
+
 JSON_OPTIONS = {"whitespace_pattern": r"(?: |\n[ \t]{0,32})", "lenient": False}
 """Between tokens of JSON there may be a space, or a newline with indentation: not more, because
 models that may write whitespace repeat it endlessly. Unsupported keywords of a schema are
@@ -257,8 +260,11 @@ def _compile(library: Any, vocabulary: Any, params: StructuredOutputsParams) -> 
     """
     (kind,) = params.kinds
     name = f"structured_outputs.{kind}"
-    structure = _structure_grammar(library, params)
-    matcher = _build_matcher(library, vocabulary, [structure])
+    try:
+        structure = _structure_grammar(library, params)
+        matcher = _build_matcher(library, vocabulary, [structure])
+    except ValueError as problem:
+        raise ConfigError(f"{name} is not valid: {_reason(str(problem))}. Correct it.") from None
     if matcher.is_error():
         reason = _reason(matcher.get_error())
         where = ""
@@ -299,11 +305,15 @@ def _structure_grammar(library: Any, params: StructuredOutputsParams) -> dict[st
 
 
 def _locate(library: Any, vocabulary: Any, schema: dict[str, Any], error: str) -> str:
-    """Return the path (JSON pointer) of the innermost schema that has an error by itself."""
+    """Return the path (JSON pointer) of the innermost schema that has an error by itself; empty if
+    that takes more than MAX_LOCATED_SCHEMAS compilations."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    path = ""
+    path, num_compiled = "", 0
     while True:
         for inner_path, inner in _iter_schemas(schema):
+            num_compiled += 1
+            if num_compiled > MAX_LOCATED_SCHEMAS:
+                return ""
             params = StructuredOutputsParams(json=json.dumps(definitions | inner))
             grammar = _structure_grammar(library, params)
             if _build_matcher(library, vocabulary, [grammar]).get_error() == error:

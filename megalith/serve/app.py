@@ -114,7 +114,13 @@ ENDPOINTS = (
     Endpoint("POST", ("/tokenize",), tokenize, "token ids of a text or a conversation"),
     Endpoint("POST", ("/detokenize",), detokenize, "text of token ids"),
     Endpoint("GET", ("/tokenizer_info",), get_tokenizer_info, "special tokens, chat template"),
-    Endpoint("GET", ("/health", "/v1/health"), get_health, "200 while both processes live", False),
+    Endpoint(
+        "GET",
+        ("/health", "/v1/health"),
+        get_health,
+        "liveness: 200 while both processes run",
+        False,
+    ),
     Endpoint("GET", ("/ready",), get_ready, "200 while requests are accepted", False),
     Endpoint("GET", ("/version",), get_version, "version of the server"),
     Endpoint("POST", ("/abort",), abort, "end requests in flight (--enable-admin)"),
@@ -350,14 +356,9 @@ class EventStream(Response):
             _record_disconnect(self._state, self._request_id)
 
     async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": self.raw_headers,
-            }
-        )
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._events) as events:
+            await send(start)
             try:
                 await send(_chunk(self._first))
                 async for data in events:

@@ -90,8 +90,7 @@ class Generation:
         for _, update in updates:
             self.num_unfinished -= update.finish_reason is not None
             if update.finish_reason == "error":
-                message = update.error or "the request failed"
-                raise ApiError(408 if update.is_timeout else 500, message)
+                raise ApiError(_error_status(update), update.error or "the request failed")
         return updates
 
     def put(self, prompt: int, update: TokenUpdate) -> None:
@@ -103,6 +102,13 @@ class Generation:
         """End with an error."""
         self._error = error
         self._event.set()
+
+
+def _error_status(update: TokenUpdate) -> int:
+    """Return the HTTP status of a failed request."""
+    if update.is_timeout:
+        return 408
+    return 400 if update.is_request_error else 500
 
 
 @dataclass(slots=True)

@@ -45,6 +45,7 @@ from megalith.infer.load import (
 )
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import TokenLogprobs
+from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
 from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
@@ -141,6 +142,16 @@ class _ClientRequest:
     """Whether its `PromptResult` was sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class _CompilingRequest:
+    """A request that waits for its grammar."""
+
+    message: AddRequest
+    structure: StructuredOutputsParams
+    future: "Future[Grammar]"
+    """Shared by all requests with this structure."""
+
+
 class EngineServer:
     """Runs an engine for the HTTP process: takes messages between steps, sends the outputs of each
     step in one message."""
@@ -163,8 +174,8 @@ class EngineServer:
         """Calls of drain to answer when no request is left."""
         self._is_stopped = self._is_paused = False
         self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
-        self._compiling: dict[int, tuple[AddRequest, Future[Grammar]]] = {}
-        """Requests whose grammar is compiled, by the client's number; on rank 0."""
+        self._compiling: dict[int, _CompilingRequest] = {}
+        """By the client's number; on rank 0."""
         self._commands: Mapping[str, Callable[[], dict[str, Any]]] = {
             "stats": self._stats,
             "metrics": self._render_metrics,
@@ -217,6 +228,7 @@ class EngineServer:
                 except ProtocolError as error:
                     _logger.warning("dropped a message of the HTTP process: %s", error)
             messages = [*self._accept(messages), *self._pop_compiled()]
+            self._expire_compiling()
             messages += self._find_expired(messages)
         if self._ranks.size == 1:
             return messages
@@ -236,8 +248,8 @@ class EngineServer:
                 self.send(RequestRejected(message.request_id, 503, "the server is shutting down"))
             elif not (isinstance(message, AddRequest) and self._compile_first(message)):
                 accepted.append(message)
-            if isinstance(message, AbortRequest):
-                self._compiling.pop(message.request_id, None)
+            if isinstance(message, AbortRequest) and message.request_id in self._compiling:
+                self._end_compiling(message.request_id, "abort")
             is_draining |= isinstance(message, EngineCall) and message.command == "drain"
         return accepted
 
@@ -247,22 +259,50 @@ class EngineServer:
         grammars = self.engine.grammars
         if structure is None or grammars is None or grammars.is_cached(structure):
             return False
-        future = self._executor.submit(grammars.compile, structure)
-        self._compiling[message.request_id] = message, future
+        requests = self._compiling.values()
+        future = next((each.future for each in requests if each.structure == structure), None)
+        if future is None:
+            future = self._executor.submit(grammars.compile, structure)
+        self._compiling[message.request_id] = _CompilingRequest(message, structure, future)
         return True
+
+    def _end_compiling(
+        self, request_id: int, reason: FinishReason, *, error: str | None = None
+    ) -> None:
+        """End a request whose grammar is compiled; `error`: its deadline passed. Its compilation
+        is canceled unless it has started or another request needs it."""
+        request = self._compiling.pop(request_id)
+        if all(each.future is not request.future for each in self._compiling.values()):
+            request.future.cancel()
+        is_timeout = error is not None
+        updates = [
+            TokenUpdate(request_id, choice, None, "", None, reason, None, error, is_timeout)
+            for choice in range(request.message.params.get("n", 1))
+        ]
+        prompt = PromptResult(request_id, 0, None, None)
+        self.send(StepOutputs([to_array(prompt)], [to_array(update) for update in updates]))
+
+    def _expire_compiling(self) -> None:
+        """End the requests whose deadline passed before their grammar was compiled."""
+        now = time.monotonic()
+        for request_id, request in list(self._compiling.items()):
+            deadline = read_deadline(request.message)
+            if deadline is not None and now > deadline:
+                error = deadline_error(request.message.params["deadline_s"])
+                self._end_compiling(request_id, "error", error=error)
 
     def _pop_compiled(self) -> list[AddRequest]:
         """Return the requests whose grammars are compiled; reject those that are invalid."""
         compiled: list[AddRequest] = []
-        for message, future in list(self._compiling.values()):
-            if not future.done():
+        for request in list(self._compiling.values()):
+            if not request.future.done():
                 continue
-            del self._compiling[message.request_id]
-            error = future.exception()
+            del self._compiling[request.message.request_id]
+            error = request.future.exception()
             if error is None:
-                compiled.append(message)
+                compiled.append(request.message)
             else:
-                self._reject(message, error)
+                self._reject(request.message, error)
         return compiled
 
     def _reject(self, message: AddRequest, error: BaseException) -> None:
@@ -404,7 +444,7 @@ class EngineServer:
         return {"text": self._metrics.render(stats, is_paused=self._is_paused)}
 
     def _pause(self) -> dict[str, Any]:
-        self._is_paused = True
+        self._is_paused = not self._drains  # the requests in flight finish
         return {}
 
     def _resume(self) -> dict[str, Any]:
@@ -417,6 +457,7 @@ class EngineServer:
 
     def _shutdown(self) -> dict[str, Any]:
         self._is_stopped = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
         return {}
 
 
@@ -467,6 +508,7 @@ def _token_update(output: TokenOutput, request: _ClientRequest, *, is_timeout: b
         output.stop_reason,
         output.error,
         is_timeout and output.finish_reason == "error",
+        output.is_request_error,
     )
 
 

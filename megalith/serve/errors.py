@@ -92,6 +92,4 @@ def http_error(status: int, detail: str, path: str) -> ApiError:
 
 def internal_error(request_id: str) -> ApiError:
     """Return the error of a bug; the log has its traceback under the request id."""
-    return ApiError(
-        500, f"internal error in request {request_id}: the server's log has its cause. Try again."
-    )
+    return ApiError(500, f"internal error in request {request_id}: see the server log. Try again.")

@@ -1,7 +1,8 @@
 """Limits of requests: the body is read with a limit before it is parsed, and the parsed document is
-checked for depth and for text that cannot be encoded."""
+checked for depth, and for text and numbers that cannot be encoded."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -86,10 +87,11 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def check_document(document: object, name: str) -> None:
-    """Check the nesting of parsed JSON, and that its texts are Unicode.
+    """Check the nesting of parsed JSON, that its texts are Unicode, and its numbers finite.
 
     Raises:
-        ApiError: it is nested more than MAX_NESTING levels, or has unpaired surrogates.
+        ApiError: it is nested more than MAX_NESTING levels, or has unpaired surrogates, NaN or an
+            infinite number.
     """
     level, depth = [document], 1
     while level:
@@ -101,6 +103,12 @@ def check_document(document: object, name: str) -> None:
         for value in level:
             if isinstance(value, str):
                 _check_text(value, name)
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise invalid(
+                    f"{name}: the number {value} is not finite, so it is not JSON. Use a finite "
+                    "number.",
+                    name,
+                )
         level = [
             item
             for value in level

@@ -270,7 +270,7 @@ class HttpMetrics:
             "client_disconnects", "Clients that disconnected before their response was complete."
         )
         self._ignored = self._set.counter(
-            "ignored_fields", "Fields of requests that no endpoint knows."
+            "ignored_fields", "Fields of requests that their endpoint does not know."
         )
 
     def count_error(self, status: int) -> None:

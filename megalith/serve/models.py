@@ -36,7 +36,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
 
 
 async def get_health(state: ServerState, context: RequestContext) -> dict[str, Any]:
-    """GET /health: whether the processes live.
+    """GET /health: liveness, whether both processes run.
 
     Raises:
         ApiError: 503, the engine process has ended.
@@ -82,10 +82,10 @@ async def reset_prefix_cache(state: ServerState, context: RequestContext) -> dic
 
 async def pause(state: ServerState, context: RequestContext) -> dict[str, Any]:
     """POST /pause: no step is executed until POST /resume. Requests in flight and new ones wait;
-    they can be aborted, and deadlines that pass take effect at the next step.
+    they can be aborted, and end when their deadlines pass.
 
     Raises:
-        ApiError: 404, the control endpoints are off.
+        ApiError: 404, the control endpoints are off; 503, the server is shutting down.
     """
     return await _call_admin(state, context, "pause")
 
@@ -126,6 +126,7 @@ async def abort(state: ServerState, context: RequestContext) -> dict[str, Any]:
 
 async def _call_admin(state: ServerState, context: RequestContext, command: str) -> dict[str, Any]:
     _check_admin(state, context)
+    state.check_ready()
     await state.client.call(command)
     return {"status": "ok"}
 

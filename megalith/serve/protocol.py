@@ -132,6 +132,9 @@ class TokenUpdate:
     is_timeout: bool
     """Whether the error is that the deadline of the request passed."""
 
+    is_request_error: bool = False
+    """Whether the parameters of the request are the cause of the error."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:

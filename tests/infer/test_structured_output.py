@@ -15,6 +15,7 @@ import pytest
 from megalith.config.generation import SamplingParams, StructuredOutputsParams, sampling_problems
 from megalith.data.tokenizer import ByteTokenizer, StreamDecoder
 from megalith.errors import ConfigError, DataError
+from megalith.infer import structured_output
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import Completion
 from megalith.infer.structured_output import GrammarCompiler, GrammarState, compute_masks
@@ -418,6 +419,26 @@ def test_invalid_structure_is_reported(
     with pytest.raises(ConfigError, match=message):
         engine.add_request(PROMPT, sampled(**structure))
     assert not engine.has_unfinished
+
+
+def test_error_in_a_schema_of_many_is_located_with_few_compilations(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[object] = []
+    build_matcher = structured_output._build_matcher
+
+    def count(*arguments: Any) -> Any:
+        compiled.append(arguments)
+        return build_matcher(*arguments)
+
+    monkeypatch.setattr(structured_output, "_build_matcher", count)
+    for size, message in ((9, "at #/properties/9: Invalid"), (900, "is not valid: Invalid type")):
+        compiled.clear()
+        properties: dict[str, Any] = {str(index): {} for index in range(size)}
+        schema = {"properties": properties | {str(size): {"type": "strin"}}}
+        with pytest.raises(ConfigError, match=message):
+            engine.add_request(PROMPT, sampled(json=json.dumps(schema)))
+        assert len(compiled) < 70
 
 
 DEEP = '{"items": ' * 64 + '{"type": "null"}' + "}" * 64

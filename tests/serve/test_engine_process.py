@@ -272,6 +272,8 @@ def test_other_requests_run_while_a_grammar_is_compiled(
     _, updates = peer.read_request()
     assert {update.request_id for update in updates} == {4}
     peer.send(AbortRequest(3))
+    _, updates = peer.read_request()
+    assert [update.finish_reason for update in updates] == ["abort"]
     peer.send(EngineCall(9, "drain"))
     assert peer.call(5, "stats")["num_requests"] == 0
     released.set()
@@ -289,6 +291,46 @@ def test_other_requests_run_while_a_grammar_is_compiled(
     assert rejected is not None and (rejected.request_id, rejected.status) == (2, 400)
     assert rejected.message.startswith("structured_outputs.regex is not valid: unclosed group")
     assert outputs.keys() == {1} and re.fullmatch("[a-c]{3}", outputs[1])
+
+
+def test_requests_that_end_before_their_grammar_is_compiled_are_answered(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    grammars, released = peer.server.engine.grammars, threading.Event()
+    assert grammars is not None
+    compile_now, compiled = grammars.compile, list[str | None]()
+
+    def compile_later(structure: StructuredOutputsParams) -> Any:
+        if threading.current_thread() is not peer.thread:
+            compiled.append(structure.regex)
+        assert released.wait(60)
+        return compile_now(structure)
+
+    monkeypatch.setattr(grammars, "compile", compile_later)
+    for number, regex in enumerate(("a", "b", "c", "a", "d")):  # two are compiled at a time
+        peer.send(request(number, structured_outputs={"regex": regex}, n=2))
+    peer.send(request(5, structured_outputs={"regex": "e"}, deadline_s=0.01))
+    ended = {}
+    for number in (5, 0, 2):
+        if number != 5:
+            peer.send(AbortRequest(number))
+        prompt, updates = peer.read_request()
+        assert {prompt.request_id, *(each.request_id for each in updates)} == {number}
+        ended[number] = updates
+    assert [update.choice for update in ended[0]] == [0, 1]
+    assert {each.finish_reason for each in ended[0] + ended[2]} == {"abort"}
+    (expired,) = ended[5]
+    assert expired.is_timeout and "deadline_s=0.01" in (expired.error or "")
+    peer.send(EngineCall(9, "drain"))
+    released.set()
+    texts: dict[int, str] = {}
+    while not isinstance(message := peer.receive(), Reply):
+        assert isinstance(message, StepOutputs)
+        for update in (TokenUpdate(*item) for item in message.updates):
+            texts[update.request_id] = texts.get(update.request_id, "") + update.text
+    assert texts == {1: "bb", 3: "aa", 4: "dd"}
+    assert sorted(map(str, compiled)) == ["a", "b", "d"]
 
 
 def test_metrics_measure_the_latency_of_a_slow_model(
