@@ -515,6 +515,7 @@ def test_masked_tokens_are_an_error_that_names_the_masks() -> None:
         "tokens. Allow at least one token.",
         None,
     ]
+    assert [one.is_request_error for one in sampled] == [True, True, True, False]
     assert sampled[3] == sample_tokens(logits[3:], rows[3:], vocab_size=V)[0]
 
 

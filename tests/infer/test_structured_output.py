@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams, sampling_problems
+from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.tokenizer import ByteTokenizer, StreamDecoder
 from megalith.errors import ConfigError, DataError
 from megalith.infer import structured_output
@@ -372,6 +373,22 @@ def test_bytes_of_tokens_spell_the_text(kind: str, tmp_path: Path) -> None:
         assert len(spelled) > 2
 
 
+def test_token_with_a_character_that_is_no_byte_is_never_allowed(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("bpe", tmp_path)
+    file = tmp_path / "bpe" / "tokenizer.json"
+    description = json.loads(file.read_text())
+    vocabulary, token = description["model"]["vocab"], tokenizer.vocab_size
+    vocabulary["a漢"] = token
+    file.write_text(json.dumps(description))
+    tokenizer = HuggingFaceTokenizer(str(file.parent))
+    known = tokenizer.token_bytes()
+    assert known[token] is None and known[vocabulary["a"]] == b"a"
+    any_text = StructuredOutputsParams(regex="(?s:.*)")
+    grammar = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(any_text)
+    allowed = grammar.start(frozenset()).allowed_tokens()
+    assert allowed[vocabulary["a"]] and not allowed[token]
+
+
 def test_tokenizer_without_bytes_is_rejected(tmp_path: Path, engine: InferenceEngine) -> None:
     with pytest.raises(DataError, match=r"tokenizer.kind=null: its ids have no text. Use a model"):
         GrammarCompiler(make_tokenizer("null", tmp_path), 12).compile(TOO_COMPLEX)
@@ -401,6 +418,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string
             {"json": '{"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"not": {}}}}'},
             r'is not valid at #/properties/a: Unimplemented keys: \["not"\]. Correct it.',
         ),
+        ({"json": '{"const": 1e999}'}, r"structured_outputs.json is not valid: .*(number|nfinit)"),
         ({"json": '{"properties": 5}'}, "is not valid: properties must be an object. Correct it."),
         (
             {"json": '{"type": "integer", "minimum": 5, "maximum": 3}'},
@@ -460,6 +478,8 @@ DEEP = '{"items": ' * 64 + '{"type": "null"}' + "}" * 64
         ({"choice": ["a", 1]}, r"choice=\('a', 1\) must be a list of texts."),
         ({"choice": ["a"] * 1025}, "structured_outputs.choice has 1025 texts, but the limit is"),
         ({"grammar": "a" * 262145}, "structured_outputs.grammar has 262145 bytes, but the limit"),
+        ({"regex": "a", "reasoning_end": ""}, "reasoning_end is an empty text, which ends nothing"),
+        ({"regex": "a", "reasoning_end": "q" * 257}, "has 257 characters, but the limit is 256."),
         ({"json_object": "yes"}, "structured_outputs.json_object=yes must be true or false."),
     ],
 )

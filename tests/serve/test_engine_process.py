@@ -35,6 +35,7 @@ from megalith.serve.engine_process import EngineServer
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import AccessLog, EngineMetrics, HttpMetrics
 from megalith.serve.model_info import ModelInfo, build_served_model
+from megalith.serve.models import pause, reset_prefix_cache, resume
 from megalith.serve.protocol import (
     AbortRequest,
     AddRequest,
@@ -52,7 +53,7 @@ from megalith.serve.protocol import (
 )
 from megalith.serve.sampling_fields import read_params
 from megalith.serve.server import open_listener
-from megalith.serve.state import ServerState
+from megalith.serve.state import RequestContext, ServerState
 from tests.serve.servers import ROOT
 
 MESSAGES: tuple[Message, ...] = (
@@ -248,6 +249,8 @@ def test_drain_of_a_paused_engine_finishes_requests(peer: Peer) -> None:
     peer.send(request(1))
     assert peer.call(2, "stats")["num_waiting"] == 1  # no outputs before
     peer.send(EngineCall(3, "drain"))
+    peer.send(EngineCall(4, "pause"))  # the drain goes on
+    assert peer.receive() == Reply(4, {})
     _, updates = peer.read_request()
     assert updates[-1].finish_reason == "length"
     assert peer.receive() == Reply(3, {})
@@ -408,6 +411,44 @@ def test_error_after_the_first_event_ends_the_stream_without_done() -> None:
         b'data: 1\n\ndata: 2\n\ndata: {"error":{"message":"it failed","type":"server_error",'
         b'"param":null,"code":null}}\n\n'
     )
+
+
+def test_stream_is_closed_if_the_client_disconnects_before_its_start() -> None:
+    closed = []
+
+    async def generate_events() -> Any:
+        try:
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+        finally:
+            closed.append(True)
+
+    async def start() -> None:
+        async def send(message: Any) -> None:
+            raise OSError("the client is gone")
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        none: Any = None
+        state = ServerState(ServeConfig(), none, HttpMetrics("tiny"))
+        events = generate_events()
+        stream = EventStream(await anext(events), events, state=state, request_id="r")
+        with pytest.raises(OSError, match="the client is gone"):
+            await stream({}, receive, send)
+        assert closed
+
+    asyncio.run(start())
+
+
+def test_control_request_is_rejected_while_the_server_shuts_down() -> None:
+    client: Any = SimpleNamespace(failed=None)
+    state = ServerState(ServeConfig(enable_admin=True), client, HttpMetrics("tiny"))
+    state.is_draining = True
+    for function in (pause, resume, reset_prefix_cache):
+        with pytest.raises(ApiError, match="the server is shutting down") as raised:
+            asyncio.run(function(state, RequestContext("r", "/path")))
+        assert raised.value.status == 503
 
 
 def test_outputs_that_waited_are_one_delta() -> None:

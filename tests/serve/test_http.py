@@ -452,10 +452,11 @@ def test_bad_requests_name_the_field_and_change_no_other_request(
         (b"[1]", "application/json", 400, "must be an object"),
         (b'{"a": ' + b"[" * 100_000, "application/json", 400, "the body is not JSON"),
         (b"{}", "text/plain", 415, "Content-Type='text/plain' is not supported"),
-        (b'{"prompt": NaN, "model": "tiny"}', "application/json", 400, "prompt is nan"),
+        (b'{"prompt": NaN}', "application/json", 400, "prompt: the number nan is not finite"),
+        (b'{"metadata": {"a": [-1e999]}}', "application/json", 400, "metadata: the number -inf is"),
         (b"x" * (33 * 2**20), "application/json", 413, "more than 33554432 bytes"),
     ],
-    ids=["empty", "truncated", "binary", "list", "deep", "type", "nan", "large"],
+    ids=["empty", "truncated", "binary", "list", "deep", "type", "nan", "infinite", "large"],
 )
 def test_bad_bodies_are_rejected(
     server: Server, content: bytes, content_type: str, status: int, text: str
@@ -464,6 +465,14 @@ def test_bad_bodies_are_rejected(
     with httpx2.Client(timeout=60) as client:
         response = client.post(server.url + COMPLETIONS, content=content, headers=headers)
     assert response.status_code == status and text in response.json()["error"]["message"]
+
+
+def test_masks_that_exclude_each_other_are_an_error_of_the_request(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "x", "allowed_token_ids": [256], "min_tokens": 2}
+    response = server.post(COMPLETIONS, body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "allowed_token_ids and min_tokens=2 mask all tokens" in message
 
 
 def test_slow_reader_delays_no_other_client_and_loses_nothing(server: Server, llm: LLM) -> None:

@@ -424,8 +424,13 @@ def test_grammar_that_is_too_complex_ends_only_its_own_request(server: Server) -
     body = {"model": "tiny", "messages": HELLO}
     bad = {"structured_outputs": {"regex": "(a|aa|aaa){1000}{1000}"}}
     response = server.post(CHAT, body | bad)
-    assert response.status_code == 500
-    assert "structured_outputs cannot be matched" in response.json()["error"]["message"]
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "structured_outputs cannot be matched" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    bad = {"structured_outputs": {"regex": "a"}, "allowed_token_ids": [5]}
+    message = error_of(server, **bad)["message"]
+    assert "allowed_token_ids and the grammar mask all tokens" in message
     assert chat(server, **good)["choices"][0]["message"]["content"] == expected
     assert server.get("/ready").status_code == 200
 
