@@ -18,6 +18,9 @@ from typing import Any
 import psutil
 
 START_SECONDS = 300.0
+API_KEY = "bench"
+"""Key of our server; the others ignore it."""
+
 ECHO = """
 import uvicorn
 from fastapi import FastAPI, Request
@@ -55,7 +58,9 @@ class HttpPeer:
     def post(self, path: str) -> None:
         """Send a request without a body."""
         url = f"http://127.0.0.1:{self.port}{path}"
-        urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).read()
+        headers = {"Authorization": f"Bearer {API_KEY}"}
+        request = urllib.request.Request(url, headers=headers, method="POST")
+        urllib.request.urlopen(request, timeout=60).read()
 
 
 @dataclass(slots=True)
@@ -89,6 +94,7 @@ class StreamResult:
 def serve_megalith(folder: str, dtype: str) -> Iterator[HttpPeer]:
     """Serve a folder with `megalith serve` while the context lasts."""
     options = ["--dtype", dtype, "--served-model-name", "bench", "--enable-admin"]
+    options += ["--api-key", API_KEY]
     fields = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     command = ["-m", "megalith", "serve", folder, *options, "--port"]
     with _serve(command, "/ready", "bench", fields) as peer:
@@ -188,7 +194,8 @@ async def _read_stream(port: int, body: dict[str, Any]) -> StreamResult:
     data = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        f"Authorization: Bearer {API_KEY}\r\nContent-Length: {len(data)}\r\n"
+        "Connection: close\r\n\r\n"
     )
     result, received = StreamResult(), bytearray()
     started = time.perf_counter()

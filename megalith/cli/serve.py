@@ -93,7 +93,8 @@ class ServeOptions:
     """Serve a web page for chats at /."""
 
     enable_admin: bool = False
-    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache."""
+    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache; needs
+    --api-key."""
 
     max_requests_per_key: int | None = None
     """Maximum number of concurrent requests of each API key that run the model; default: no

@@ -75,7 +75,8 @@ class ServeConfig:
     content."""
 
     enable_admin: bool = False
-    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache."""
+    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache. Needs
+    api_keys."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected
@@ -123,6 +124,11 @@ def serve_problems(run: ServeRun) -> list[str]:
         problems.append(
             f"--max-requests-per-key={server.max_requests_per_key}: there are no keys. Pass "
             "--api-key too, or omit it."
+        )
+    if server.enable_admin and not server.api_keys:
+        problems.append(
+            "--enable-admin: there are no keys, so everyone could stop the server. Pass --api-key "
+            "too, or omit it."
         )
     for origin in server.cors_origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):

@@ -42,6 +42,22 @@ def check_api_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> None:
         )
 
 
+def check_origin(headers: Mapping[str, str], origins: tuple[str, ...]) -> None:
+    """Check that a request is not of a web page of another site, which could otherwise use a server
+    on the machine of its reader; browsers mark such requests. `origins`: those that are allowed.
+
+    Raises:
+        ApiError: 403, it is.
+    """
+    origin = headers.get("origin", "")
+    if headers.get("sec-fetch-site") == "cross-site" and not {"*", origin} & {*origins}:
+        raise ApiError(
+            403,
+            f"Origin={origin!r:.100}: web pages of other sites may not use this server. Allow the "
+            "origin with --cors-origins.",
+        )
+
+
 class KeyLimiter:
     """ASGI middleware that limits the concurrent requests of each API key; a streamed response
     counts until it ends."""

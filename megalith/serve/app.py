@@ -30,7 +30,14 @@ from fastapi.middleware.cors import (  # lint: allow optional-import: as fastapi
     CORSMiddleware,
 )
 
-from megalith.serve.access import AsgiMessage, KeyLimiter, Receive, Send, check_api_key
+from megalith.serve.access import (
+    AsgiMessage,
+    KeyLimiter,
+    Receive,
+    Send,
+    check_api_key,
+    check_origin,
+)
 from megalith.serve.chat import create_chat_completion
 from megalith.serve.completions import create_completion
 from megalith.serve.embeddings import create_embeddings
@@ -218,6 +225,8 @@ def _build_handler(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request, request_id: str) -> Response:
         body: dict[str, Any] = {}
+        if endpoint.method != "GET":
+            check_origin(request.headers, state.config.cors_origins)
         if endpoint.method != "GET" and endpoint.has_body:
             state.check_ready()  # before a large body is read
             body = await _read_json(state, request)

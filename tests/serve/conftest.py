@@ -18,7 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(run: Path) -> Iterator[Server]:
     """A server of the model under the name tiny, with a chat template."""
-    options = ["--served-model-name", "tiny", "--template", "chatml", "--enable-admin"]
+    options = ["--served-model-name", "tiny", "--template", "chatml"]
     with running_server(run, *options) as running:
         yield running
 

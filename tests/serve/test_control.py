@@ -230,6 +230,32 @@ def test_page_of_an_allowed_origin_may_send_requests(controlled: Server) -> None
     assert rejected.headers["access-control-allow-origin"] == PAGE
 
 
+def test_requests_of_pages_of_other_sites_are_rejected(controlled: Server, server: Server) -> None:
+    headers = {"Origin": "https://other.example", "Sec-Fetch-Site": "cross-site"}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    for target, path in (
+        (server, COMPLETIONS),
+        (server, "/tokenize"),
+        (controlled, COMPLETIONS),
+        (controlled, "/resume"),
+    ):
+        response = target.post(path, body, headers=headers)
+        assert response.status_code == 403, path
+        message = response.json()["error"]["message"]
+        assert "Origin='https://other.example': web pages of other sites may not use" in message
+    assert server.post(COMPLETIONS, body, headers={"Sec-Fetch-Site": "cross-site"}).is_error
+    allowed = controlled.post(COMPLETIONS, body, headers={**headers, "Origin": PAGE})
+    assert allowed.status_code == 200
+    own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
+    assert server.post(COMPLETIONS, body, headers=own).status_code == 200
+
+
+def test_control_endpoints_are_off_by_default(server: Server) -> None:
+    response = server.post("/pause")
+    assert response.status_code == 404
+    assert "/pause needs the server option --enable-admin" in response.json()["error"]["message"]
+
+
 def test_other_origins_are_not_allowed(controlled: Server, server: Server) -> None:
     preflight = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
     response = httpx2.options(controlled.url + CHAT, headers=preflight)

@@ -573,6 +573,7 @@ def test_port_in_use_is_reported() -> None:
         (ServeConfig(api_keys=("a b ",)), "--api-key: a key must have"),
         (ServeConfig(ssl_certfile="x.pem"), "--ssl-keyfile=None: TLS needs both"),
         (ServeConfig(max_requests_per_key=0, api_keys=("k",)), "server.max_requests_per_key=0"),
+        (ServeConfig(enable_admin=True), "--enable-admin: there are no keys, so everyone could"),
         (ServeConfig(max_requests_per_key=2), "--max-requests-per-key=2: there are no keys"),
         (ServeConfig(cors_origins=("example.com",)), "--cors-origins=example.com: must be * or"),
         (ServeConfig(cors_origins=("https://a.b/",)), "--cors-origins=https://a.b/: must be"),
