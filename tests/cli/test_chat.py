@@ -136,7 +136,7 @@ def test_answers_may_be_computed_by_plain_definitions(
     def forbid(*arguments: object) -> object:
         raise AssertionError("a fast form runs where plain definitions are asked for")
 
-    monkeypatch.setattr(RMSNormFunction, "apply", forbid)
+    monkeypatch.setattr(RMSNormFunction, "forward", forbid)
     assert chat(monkeypatch, capsys, "abc\n", *words, "--kernels", "reference") == fast
     with pytest.raises(AssertionError, match="a fast form runs"):
         chat(monkeypatch, capsys, "abc\n", *words)

@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -148,12 +149,13 @@ class Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path, run: Path) -> Iterator[Peer]:
+def peer(run: Path) -> Iterator[Peer]:
     """An engine's loop on a thread."""
     config = EngineConfig(cache=CacheConfig(num_blocks=40))
-    peer = Peer(tmp_path, LLM(run, config=config))
-    yield peer
-    peer.close()
+    with tempfile.TemporaryDirectory() as folder:  # the path of a socket is short
+        peer = Peer(Path(folder), LLM(run, config=config))
+        yield peer
+        peer.close()
 
 
 def request(number: int, **params: Any) -> AddRequest:
