@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalith.kernels.linear import GradAccumulator, MatmulOps
+from megalith.kernels.linear import PLAIN, GradAccumulator, MatmulOps
 from megalith.parallel.group import barrier
 from megalith.parallel.p2p import Spec, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Pipeline, WeightGradStore
@@ -65,7 +65,7 @@ class Sleep(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """dy -> dy."""
         time.sleep(ctx.stage.naps.backward_input)
-        ctx.stage.grad_accumulator.product(dy, dy)
+        ctx.stage.grad_accumulator.product(dy, dy, PLAIN)
         return dy, None
 
 
