@@ -637,7 +637,7 @@ class InferenceEngine:
         self, verified: list[_DraftedRow], device: torch.device, outputs: list[TokenOutput]
     ) -> list[_DraftedRow]:
         """Return the rows with the tokens that grammars allow; a choice whose grammar fails ends,
-        and its last output is added. On a GPU the forward pass runs meanwhile."""
+        and its last output is added. On a GPU this overlaps with the forward pass."""
         rows: list[_DraftedRow] = []
         for row in verified:
             grammar = row.choice.grammar

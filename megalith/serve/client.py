@@ -112,7 +112,7 @@ def _error_status(update: TokenUpdate) -> int:
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _InFlightRequest:
     """A request that the engine has not finished."""
 
     generation: Generation
@@ -130,7 +130,7 @@ class EngineClient:
     def __init__(self, address: str) -> None:
         self._socket: zmq.asyncio.Socket = bind_client_socket(address)
         self._codec = Codec()
-        self._requests: dict[int, _InFlight] = {}
+        self._requests: dict[int, _InFlightRequest] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_requests = self._num_calls = 0
         self.num_sequences = self.num_prompt_tokens = 0
@@ -158,7 +158,7 @@ class EngineClient:
             number = self._num_requests
             self._num_requests += 1
             numbers.append(number)
-            self._requests[number] = _InFlight(
+            self._requests[number] = _InFlightRequest(
                 generation, uid, index, request.params.n, len(request.token_ids)
             )
             self.num_sequences += request.params.n
@@ -313,7 +313,7 @@ class EngineProcess:
         code = await self.process.wait()
         if self.is_stopping:
             return None
-        await asyncio.wait({self.client.ready}, timeout=1)  # its last message may be on the way
+        await asyncio.wait({self.client.ready}, timeout=1)  # its last message may not have arrived
         self.client.fail(ApiError(503, "the engine process has ended. Restart the server."))
         return code
 

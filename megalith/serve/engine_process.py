@@ -2,8 +2,9 @@
 
 `python -m megalith.serve.engine_process` reads its settings as one line of JSON from standard
 input, and ends when standard input is closed, so that it never outlives the HTTP process. An idle
-engine waits for messages without polling. With several ranks it starts one process for each; rank 0
-has the socket, and broadcasts the messages, so that all ranks make the same steps.
+engine waits for messages without polling, unless a grammar is being compiled. With several ranks it
+starts one process for each; rank 0 has the socket, and broadcasts the messages, so that all ranks
+make the same steps.
 """
 
 import json
@@ -84,7 +85,7 @@ MAX_COMPILE_THREADS = 2
 """Grammars that are compiled at a time (heuristic)."""
 
 COMPILE_POLL_S = 0.002
-"""Time between two looks at a grammar that an idle engine waits for (heuristic)."""
+"""Polling interval of an idle engine while a grammar is compiled (heuristic)."""
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of generation_config.json that are sampling parameters of the same name and meaning."""

@@ -114,7 +114,7 @@ def check_document(document: object, name: str) -> None:
             for value in level
             if isinstance(value, list | dict)
             for item in _iter_items(value)
-            if not isinstance(item, int)  # spares lists of token ids
+            if not isinstance(item, int)  # skips lists of token ids
         ]
         depth += 1
 

@@ -106,12 +106,12 @@ class MetricSet:
 
     def _first(self, metric: Any, labels: tuple[str, ...]) -> _Metric:
         bound: _Metric = (
-            _Labeled(metric, self._model_name) if labels else metric.labels(self._model_name)
+            _LabeledMetric(metric, self._model_name) if labels else metric.labels(self._model_name)
         )
         return bound
 
 
-class _Labeled:
+class _LabeledMetric:
     """A metric with labels after model_name."""
 
     def __init__(self, metric: Any, model_name: str) -> None:

@@ -189,26 +189,30 @@ def fit_context(
     Raises:
         ApiError: they do not, and the request does not set truncate_to_fit.
     """
-    longest = model.info.max_model_len
-    room = longest - num_prompt_tokens
-    if room < (params.max_new_tokens != 0):
+    max_model_len = model.info.max_model_len
+    num_remaining_tokens = max_model_len - num_prompt_tokens
+    if num_remaining_tokens < (params.max_new_tokens != 0):
         raise ApiError(
             400,
             f"{prompt_field} has {num_prompt_tokens} tokens, but the context of the model is "
-            f"{longest} tokens including new ones. Use a shorter one.",
+            f"{max_model_len} tokens including new ones. Use a shorter one.",
             prompt_field,
             "context_length_exceeded",
         )
-    if params.max_new_tokens is None or params.max_new_tokens <= room:
+    if params.max_new_tokens is None or params.max_new_tokens <= num_remaining_tokens:
         return params
     if body.get(max_tokens_name(body)) is None or read_bool(body, "truncate_to_fit"):
-        return replace(params, max_new_tokens=room, min_tokens=min(params.min_tokens, room))
+        return replace(
+            params,
+            max_new_tokens=num_remaining_tokens,
+            min_tokens=min(params.min_tokens, num_remaining_tokens),
+        )
     name = max_tokens_name(body)
     raise ApiError(
         400,
         f"{name}={params.max_new_tokens} and {num_prompt_tokens} prompt tokens do not fit the "
-        f"context of the model, {longest} tokens. Set {name} to {room} or less, or "
-        "truncate_to_fit=true.",
+        f"context of the model, {max_model_len} tokens. Set {name} to {num_remaining_tokens} or "
+        "less, or truncate_to_fit=true.",
         name,
         "context_length_exceeded",
     )

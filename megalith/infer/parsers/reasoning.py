@@ -14,7 +14,7 @@ class ThinkParser:
         self._state = "start"
 
     def push(self, text: str) -> ParsedText:
-        """Add text; return what is certain of the parts."""
+        """Add text; return the parts that later text cannot change."""
         self._buffer += text
         if self._state == "start":
             stripped = self._buffer.lstrip()

@@ -29,7 +29,7 @@ class OutputParser:
         self._reasoning, self._calls = reasoning, calls
 
     def push(self, text: str) -> ParsedText:
-        """Add text; return what is certain of the parts."""
+        """Add text; return the parts that later text cannot change."""
         parsed = ParsedText(text) if self._reasoning is None else self._reasoning.push(text)
         return self._parse_content(parsed)
 
