@@ -101,10 +101,34 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceParallelConfig:
+    """Parallel layout of the processes that run one model (`--nproc`)."""
+
+    tp: Annotated[int | None, Ge(1), Example(2)] = None
+    """Tensor-parallel ranks. Unset: all processes of a pipeline stage."""
+
+    pp: Annotated[int, Ge(1), Example(2)] = 1
+    """Pipeline stages, each with a part of the layers; as many steps are in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRun:
     """Settings of `megalith generate` and `megalith chat` besides their options."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    parallel: InferenceParallelConfig = field(default_factory=InferenceParallelConfig)
+
+
+def pipeline_problems(config: EngineConfig, pp: int) -> list[str]:
+    """Return a message for every setting of an engine that `pp` pipeline stages do not support."""
+    method = config.speculation.method
+    if pp == 1 or method not in ("draft_model", "mtp"):
+        return []
+    return [
+        f"speculation.method={method} with parallel.pp={pp}: drafts are proposed by one stage. Set "
+        "speculation.method to ngram, or parallel.pp to 1."
+    ]
 
 
 def engine_problems(config: EngineConfig) -> list[str]:

@@ -52,6 +52,13 @@ def attention_views(model: ModelConfig) -> list[AttentionView | None]:
     return views
 
 
+def count_attentions(model: ModelConfig, layers: range) -> tuple[int, int]:
+    """Return the number of attentions (or None) in `attention_views` before some layers, and up to
+    the last of them."""
+    counts = [1 + model.uses_cross_layer_source(layer) for layer in range(layers.stop)]
+    return sum(counts[: layers.start]), sum(counts)
+
+
 def kv_bytes_per_token(model: ModelConfig, *, tp: int, element_size: int) -> list[int]:
     """Return the bytes that each attention of `attention_views` stores per token on one of `tp`
     ranks: keys and values of the local heads, or the latent vector and the shared rotated key."""
@@ -83,14 +90,19 @@ class CachePlan:
     """Whether layers may have recurrent states, which cannot be reused from a prefix."""
 
 
-def plan_cache(model: ModelConfig, *, tp: int, element_size: int) -> CachePlan:
-    """Plan the KV cache of a model on one of `tp` ranks."""
+def plan_cache(
+    model: ModelConfig, *, tp: int, element_size: int, layers: range | None = None
+) -> CachePlan:
+    """Plan the KV cache of a model on one of `tp` ranks; `layers`: those of its pipeline stage,
+    which stores their keys and values only, in the blocks that all stages plan."""
     views = attention_views(model)
     sizes = kv_bytes_per_token(model, tp=tp, element_size=element_size)
     layout = plan_cache_layout([view for view in views if view is not None])
     plugins = model.plugins.attention is not None or model.plugins.block is not None
     remaining = iter(layout.slots)
     slots = tuple(None if view is None else next(remaining) for view in views)
+    first, last = count_attentions(model, layers) if layers else (0, len(slots))
+    slots, sizes = slots[first:last], sizes[first:last]
     # Attentions of one slot share its tensors if their keys and values have equal sizes.
     slot_sizes: list[set[int]] = [set() for _ in range(layout.num_slots)]
     for slot, size in zip(slots, sizes, strict=True):

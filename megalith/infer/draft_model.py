@@ -160,7 +160,9 @@ class DraftModelProposer:
         )
 
     def _execute(self, rows: Sequence[PlannedRow]) -> Tensor:
-        return self._runner.execute(StepPlan(tuple(rows), (), ()), self._cache.states).next_token
+        logits = self._runner.execute(StepPlan(tuple(rows), (), ()), self._cache.states)
+        assert logits is not None, "a draft model has one stage"
+        return logits.next_token
 
 
 def plan_row(state: SequenceState, count: int) -> PlannedRow:

@@ -8,7 +8,8 @@ blocks.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -23,9 +24,16 @@ from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError, raise_all
 from megalith.infer.cache import scheduler_config
-from megalith.infer.outputs import Completion, RequestOutput, Timings, TokenOutput
+from megalith.infer.outputs import (
+    Completion,
+    PromptLogprobs,
+    RequestOutput,
+    StepResults,
+    Timings,
+    TokenOutput,
+)
 from megalith.infer.pooling import HiddenStatePooler
-from megalith.infer.runner import ModelRunner, PromptNeeds, StepLogits
+from megalith.infer.runner import NO_NEEDS, ModelRunner, PromptNeeds, StepLogits
 from megalith.infer.sample import (
     SampledToken,
     SampleRow,
@@ -112,12 +120,23 @@ class _DraftedRow(NamedTuple):
     positions: range
     """Rows of logits: after the last known token, and after each draft."""
 
-    masks: Tensor | None = None
-    """bool [positions, v]: tokens that the grammar allows."""
 
-    def mask(self, count: int) -> Tensor | None:
-        """Return the allowed tokens after `count` drafts."""
-        return None if self.masks is None else self.masks[count]
+@dataclass(slots=True)
+class _InFlightStep:
+    """A step that this stage has executed, and whose sampled tokens are not appended yet."""
+
+    plan: StepPlan
+    started: float
+    """On the monotonic clock."""
+
+    drafted: list[_DraftedRow] = field(default_factory=list)
+    """Choices that sample."""
+
+    scored: list[_Choice] = field(default_factory=list)
+    """Choices that end after their prompt without a token."""
+
+    results: StepResults | None = None
+    """None on stages that receive them from the last one."""
 
 
 class _RowFailure(NamedTuple):
@@ -162,7 +181,9 @@ class InferenceEngine:
         )
         """Compiles the grammars of requests. Compile on another thread first: `add_request`
         compiles synchronously."""
-        self._tensor_parallel = model.tp_comm.group.size > 1
+        self._has_peers = model.tp_comm.group.size > 1 or runner.num_stages > 1
+        self._in_flight: deque[_InFlightStep] = deque()
+        """Executed steps whose sampled tokens are not appended yet, oldest first."""
         self._requests: dict[int, _Request] = {}
         self._choices: dict[int, _Choice] = {}
         """By sequence number, under which the scheduler knows a choice."""
@@ -170,8 +191,8 @@ class InferenceEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._requests)
+        """Whether any request is waiting or running, or a step of ended ones is in flight."""
+        return bool(self._requests or self._in_flight)
 
     def add_request(
         self,
@@ -195,9 +216,9 @@ class InferenceEngine:
         problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
         problems = problems or text_problems(params, self._tokenizer)
         problems += pooling_problems(params, pooling)
-        if params.deadline_s is not None and self._tensor_parallel:
+        if params.deadline_s is not None and self._has_peers:
             problems.append(
-                f"deadline_s={params.deadline_s}: the clocks of tensor-parallel ranks differ, so "
+                f"deadline_s={params.deadline_s}: the clocks of parallel ranks differ, so "
                 "they would not end the request in the same step. Leave it unset, and abort the "
                 "request on all ranks."
             )
@@ -235,47 +256,82 @@ class InferenceEngine:
 
     def step(self) -> list[TokenOutput]:
         """Execute one step; returns the generated tokens. Without anything to schedule it returns
-        at once.
+        at once. Pipeline stages start a step, and return the tokens of an earlier one.
 
         An error fails the requests whose rows caused it, or all of the step if it is not known
         which; the others continue.
         """
         outputs = self._expire()
+        is_started = self._start_step(outputs)
+        if self._in_flight and not (is_started and len(self._in_flight) < self.runner.num_stages):
+            self._finish_step(self._in_flight.popleft(), outputs)
+        return outputs
+
+    def _start_step(self, outputs: list[TokenOutput]) -> bool:
+        """Plan and execute a step on this stage; returns whether it has rows."""
         drafts = self._propose_drafts()
         started = time.monotonic()
-        plan = self.scheduler.schedule(drafts=drafts)
+        plan = self.scheduler.schedule(drafts=drafts, max_rows=self._max_rows())
         if not plan.rows:
             self.scheduler.complete(plan)
-            return outputs
+            return False
         for row in plan.rows:
             choice = self._choices[row.seq_id]
             result = choice.request.output
             if result.timings.scheduled is None:
                 result.timings.scheduled = started
                 result.num_cached_tokens = choice.state.num_cached_tokens
-        logits, failures = self._execute(plan)
+        needs = self._prompt_needs(plan)
+        logits, failures = self._execute(plan, needs)
         for failure in failures:
             outputs += self._fail(failure)
         self.scheduler.complete(plan)
         if logits is not None and self._speculator is not None:
             self._speculator.observe(plan, logits.hidden)
-        if logits is not None:
-            try:
-                self._sample(plan, logits, outputs)
-            except BaseException as error:
-                if self._tensor_parallel and isinstance(error, Exception):
-                    raise  # the other ranks would continue with this request
-                # Sequences without their next token would never be scheduled again.
-                for row in plan.rows:
-                    outputs += self._fail(_RowFailure(row, error))
-                if not isinstance(error, Exception):
-                    raise
-        seconds = time.monotonic() - started
+        rows = plan.select_sampling_rows(needs.hidden) if logits is None else logits.rows
+        step = self._make_step(plan, started, [row for row in rows if row.seq_id in self._choices])
+        try:
+            if self.runner.is_last_stage:
+                step.results = StepResults() if logits is None else self._compute(step, logits)
+                self.runner.send_results(step.results)
+        except BaseException as error:
+            self._fail_step(step, error, outputs)
+        else:
+            self._in_flight.append(step)
+        return True
+
+    def _finish_step(self, step: "_InFlightStep", outputs: list[TokenOutput]) -> None:
+        """Append the sampled tokens of a step to their sequences, and add them to the outputs."""
+        results = self.runner.receive_results() if step.results is None else step.results
+        try:
+            self._add_results(step, results, outputs)
+        except BaseException as error:
+            self._fail_step(step, error, outputs)
+        seconds = time.monotonic() - step.started
         if self._speculator is not None:
-            self._speculator.record_step(plan, seconds)
+            self._speculator.record_step(step.plan, seconds)
         if self._callbacks:
-            self._notify("on_step", plan, self.scheduler.make_stats(), seconds)
-        return outputs
+            self._notify("on_step", step.plan, self.scheduler.make_stats(), seconds)
+
+    def _fail_step(
+        self, step: "_InFlightStep", error: BaseException, outputs: list[TokenOutput]
+    ) -> None:
+        """Fail the requests of a step: sequences without their next token would never be scheduled
+        again."""
+        if self._has_peers and isinstance(error, Exception):
+            raise error  # the other ranks would continue with these requests
+        for row in step.plan.rows:
+            outputs += self._fail(_RowFailure(row, error))
+        if not isinstance(error, Exception):
+            raise error
+
+    def _max_rows(self) -> int | None:
+        """Return the largest number of rows of a step, so that every stage of a pipeline has one to
+        process."""
+        if self.runner.num_stages == 1:
+            return None
+        num_sequences = min(len(self._choices), self.config.max_num_seqs)
+        return -(-num_sequences // self.runner.num_stages)
 
     def abort(self, request_id: int, *, error: str | None = None) -> list[TokenOutput]:
         """End a request now and release its blocks; unknown and finished requests are ignored.
@@ -432,14 +488,16 @@ class InferenceEngine:
 
     # --- the forward pass, and errors in it
 
-    def _execute(self, plan: StepPlan) -> tuple[StepLogits | None, list[_RowFailure]]:
+    def _execute(
+        self, plan: StepPlan, needs: PromptNeeds
+    ) -> tuple[StepLogits | None, list[_RowFailure]]:
         """Execute a plan; if it fails, execute its rows one by one, so that only the rows that
-        cause the error fail."""
+        cause the error fail. Pipeline stages before the last one return no logits."""
         states = {row.seq_id: self._choices[row.seq_id].state for row in plan.rows}
         try:
-            return self.runner.execute(plan, states, self._prompt_needs(plan)), []
+            return self.runner.execute(plan, states, needs), []
         except Exception:
-            if self._tensor_parallel:
+            if self._has_peers:
                 # The ranks would not agree on the next collective, so nothing is tried again.
                 self.scheduler.discard(plan)
                 raise
@@ -495,15 +553,22 @@ class InferenceEngine:
         plan = StepPlan((row,), copies, ())
         needs = self._prompt_needs(plan)
         try:
-            return self.runner.execute(plan, states, needs)
+            return self._execute_alone(plan, states, needs)
         except Exception:
             if row.count == 1 or any(needs):
                 raise
         half = row.count // 2
         first = replace(row, count=half, samples=False)
         rest = replace(row, start=row.start + half, count=row.count - half)
-        self.runner.execute(StepPlan((first,), copies, ()), states)
-        return self.runner.execute(StepPlan((rest,), (), ()), states)
+        self._execute_alone(StepPlan((first,), copies, ()), states)
+        return self._execute_alone(StepPlan((rest,), (), ()), states)
+
+    def _execute_alone(
+        self, plan: StepPlan, states: dict[int, SequenceState], needs: PromptNeeds = NO_NEEDS
+    ) -> StepLogits:
+        logits = self.runner.execute(plan, states, needs)
+        assert logits is not None, "rows are not executed again by several stages"
+        return logits
 
     def _fail(self, failure: _RowFailure) -> list[TokenOutput]:
         choice = self._choices.get(failure.row.seq_id)
@@ -547,51 +612,137 @@ class InferenceEngine:
         try:
             return self._speculator.propose(rows)
         except Exception:
-            if self._tensor_parallel:
+            if self._has_peers:
                 raise  # the ranks would not agree on the next collective
             logger.exception("draft tokens cannot be proposed; the engine continues without them")
             self._speculator = None
             return {}
 
-    def _sample(self, plan: StepPlan, logits: StepLogits, outputs: list[TokenOutput]) -> None:
-        """Sample the next tokens of the rows whose last known token was processed, and add them to
-        the outputs."""
-        for number, prompt_rows in logits.prompt.items():
-            outputs += self._add_prompt_logprobs(plan, number, prompt_rows)
-        for row in plan.rows:
-            if row.seq_id in logits.prompt_hidden:
-                outputs += self._add_hidden_states(row, logits.prompt_hidden[row.seq_id])
-        verified: list[_DraftedRow] = []
+    def _make_step(
+        self, plan: StepPlan, started: float, rows: Sequence[PlannedRow]
+    ) -> _InFlightStep:
+        """Return the step of a plan; `rows`: those that sample, in the order of their logits. After
+        the prompt all choices of a request sample from the same logits."""
+        step = _InFlightStep(plan, started)
         end = 0
-        for row in logits.rows:
+        for row in rows:
             positions = range(end, end + 1 + len(row.draft_ids))
             end = positions.stop
-            choice = self._choices.get(row.seq_id)
-            if choice is None:  # its prompt log-probs are not finite
+            choice = self._choices[row.seq_id]
+            request = choice.request
+            if request.params.max_new_tokens == 0:
+                step.scored.append(choice)
                 continue
-            if choice.request.params.max_new_tokens == 0:
-                outputs += self._end_request(choice.request, "length")
-                continue
-            verified += [
-                _DraftedRow(sibling, row.draft_ids, positions) for sibling in self._fork(choice)
+            siblings = range(len(request.choices), request.params.n)
+            step.drafted += [
+                _DraftedRow(each, row.draft_ids, positions)
+                for each in (
+                    choice,
+                    *(self._new_choice(request, index, choice.state.salt) for index in siblings),
+                )
             ]
-        verified = self._add_grammar_masks(verified, logits.next_token.device, outputs)
-        if not verified:
-            return
+        return step
+
+    def _compute(self, step: _InFlightStep, logits: StepLogits) -> StepResults:
+        """Compute what the last stage knows from the logits of a step: sampled tokens, log-probs of
+        prompts, embeddings."""
+        results = StepResults()
+        for number, prompt_rows in logits.prompt.items():
+            results.prompts[number] = self._compute_prompt(step.plan, number, prompt_rows)
+        for row in step.plan.rows:
+            hidden = logits.prompt_hidden.get(row.seq_id)
+            if hidden is not None:
+                results.embeddings[row.seq_id] = self._pool(row, hidden)
+        masks = [self._compute_masks(each, logits.next_token.device) for each in step.drafted]
+        valid = [
+            (each, mask)
+            for each, mask in zip(step.drafted, masks, strict=True)
+            if not isinstance(mask, SampledToken)
+        ]
         rows = [
-            self._make_sample_row(each.choice, each.draft_ids[:count], each.mask(count))
-            for each in verified
+            self._make_sample_row(
+                each.choice, each.draft_ids[:count], None if mask is None else mask[count]
+            )
+            for each, mask in valid
             for count in range(len(each.draft_ids) + 1)
         ]
-        indices = [index for each in verified for index in each.positions]
-        sampled = iter(
-            sample_tokens(
-                _select(logits.next_token, indices), rows, vocab_size=self.model_config.vocab_size
+        sampled: Iterator[SampledToken] = iter(())
+        if rows:
+            selected = _select(
+                logits.next_token, [index for each, _ in valid for index in each.positions]
             )
-        )
-        for each in verified:
-            results = list(islice(sampled, len(each.draft_ids) + 1))
-            outputs += self._verify(each.choice, each.draft_ids, results)
+            sampled = iter(sample_tokens(selected, rows, vocab_size=self.model_config.vocab_size))
+        for each, mask in zip(step.drafted, masks, strict=True):
+            if isinstance(mask, SampledToken):
+                results.sampled.append([mask])
+            else:
+                results.sampled.append(list(islice(sampled, len(each.positions))))
+        return results
+
+    def _compute_masks(
+        self, row: _DraftedRow, device: torch.device
+    ) -> Tensor | SampledToken | None:
+        """Return the tokens that the grammar of a row allows, bool [positions, v]; None: all; or
+        the error of a grammar that fails. On a GPU this overlaps with the forward pass."""
+        grammar = row.choice.grammar
+        if grammar is None:
+            return None
+        try:
+            return torch.from_numpy(compute_masks(grammar, row.draft_ids)).to(device)
+        except GrammarError as error:
+            return SampledToken(token=-1, error=str(error), is_request_error=True)
+
+    def _compute_prompt(self, plan: StepPlan, number: int, logits: Tensor) -> PromptLogprobs:
+        """Compute the log-probs of the prompt tokens after the processed ones. A preempted request
+        processes its prompt again; those that are recorded are not computed."""
+        request = self._choices[number].request
+        recorded, top_n = request.output.prompt_logprobs, request.params.prompt_logprobs
+        assert recorded is not None and top_n is not None
+        start = next(row.start for row in plan.rows if row.seq_id == number)
+        first = max(start, len(recorded))
+        new = logits[first - start :]
+        next_tokens = request.output.prompt_token_ids[first + 1 : first + 1 + len(new)]
+        try:
+            values = prompt_logprobs(
+                new, next_tokens, top_n, vocab_size=self.model_config.vocab_size
+            )
+        except CheckpointError as error:
+            return PromptLogprobs(first, [], str(error))
+        return PromptLogprobs(first, values)
+
+    def _pool(self, row: PlannedRow, hidden: Tensor) -> list[float] | str | None:
+        """Pool the hidden states of a chunk; returns the embedding after the last one, or an
+        error."""
+        pooler = self._choices[row.seq_id].request.pooler
+        assert pooler is not None, "its hidden states are requested"
+        pooler.add(row.start, hidden)
+        if not row.samples:
+            return None
+        try:
+            return pooler.embedding()
+        except CheckpointError as error:
+            return str(error)
+
+    def _add_results(
+        self, step: _InFlightStep, results: StepResults, outputs: list[TokenOutput]
+    ) -> None:
+        """Append the sampled tokens of the requests that have not ended since; add them to the
+        outputs."""
+        for number, prompt in results.prompts.items():
+            if number in self._choices:
+                outputs += self._add_prompt_logprobs(self._choices[number].request, prompt)
+        for number, embedding in results.embeddings.items():
+            if embedding is not None and number in self._choices:
+                outputs += self._add_embedding(self._choices[number].request, embedding)
+        for choice in step.scored:
+            if choice.state.seq_id in self._choices:
+                outputs += self._end_request(choice.request, "length")
+        drafted: list[tuple[_DraftedRow, list[SampledToken]]] = []
+        for row, sampled in zip(step.drafted, results.sampled, strict=True):
+            if row.choice.request.output.request_id in self._requests and self._fork(row.choice):
+                drafted.append((row, sampled))
+        for row, sampled in drafted:
+            outputs += self._verify(row.choice, row.draft_ids, sampled)
 
     def _make_sample_row(
         self, choice: _Choice, draft_ids: Sequence[int], grammar_mask: Tensor | None = None
@@ -633,40 +784,19 @@ class InferenceEngine:
                 self._speculator.lengths.record_drafts(number, len(draft_ids), num_accepted)
         return outputs
 
-    def _add_grammar_masks(
-        self, verified: list[_DraftedRow], device: torch.device, outputs: list[TokenOutput]
-    ) -> list[_DraftedRow]:
-        """Return the rows with the tokens that grammars allow; a choice whose grammar fails ends,
-        and its last output is added. On a GPU this overlaps with the forward pass."""
-        rows: list[_DraftedRow] = []
-        for row in verified:
-            grammar = row.choice.grammar
-            if grammar is not None:
-                try:
-                    masks = torch.from_numpy(compute_masks(grammar, row.draft_ids))
-                    row = row._replace(masks=masks.to(device))
-                except GrammarError as error:
-                    end = self._end_choice(
-                        row.choice, "error", error=str(error), is_request_error=True
-                    )
-                    outputs.append(end)
-                    continue
-            rows.append(row)
-        return rows
-
-    def _fork(self, choice: _Choice) -> list[_Choice]:
-        """Return the choices that sample from the logits of `choice`: after the prompt all choices
-        of its request, which share the blocks of the prompt; else the choice itself."""
-        request = choice.request
-        if len(request.choices) == request.params.n:
-            return [choice]
-        for index in range(1, request.params.n):
-            child = self._new_choice(request, index, choice.state.salt)
-            child.state.salt = choice.state.salt
-            self.scheduler.fork(choice.state.seq_id, child.state)
-            self.runner.cache.copy_states(choice.state.seq_id, child.state.seq_id)
-            self._register(child)
-        return list(request.choices)
+    def _fork(self, choice: _Choice) -> bool:
+        """Add a choice that sampled its first token from the logits of the prompt of another one,
+        whose blocks it shares; returns whether the choice exists."""
+        if choice.state.seq_id in self._choices:
+            return True
+        parent = choice.request.choices[0].state
+        if parent.seq_id not in self._choices:
+            return False
+        choice.state.salt = parent.salt
+        self.scheduler.fork(parent.seq_id, choice.state)
+        self.runner.cache.copy_states(parent.seq_id, choice.state.seq_id)
+        self._register(choice)
+        return True
 
     def _append(self, choice: _Choice, sampled: SampledToken, *, is_draft: bool) -> TokenOutput:
         """Append a sampled token to its sequence; returns the output. `is_draft`: it is an accepted
@@ -701,42 +831,20 @@ class InferenceEngine:
             choice.counts.update(choice.completion.token_ids)
         return output
 
-    def _add_prompt_logprobs(
-        self, plan: StepPlan, number: int, logits: Tensor
-    ) -> list[TokenOutput]:
-        """Add the log-probs of the prompt tokens after the processed ones; returns the outputs of
-        the request if they are not finite. A preempted request processes its prompt again; each
-        log-prob is added once."""
-        choice = self._choices[number]
-        request = choice.request
+    def _add_prompt_logprobs(self, request: _Request, prompt: PromptLogprobs) -> list[TokenOutput]:
+        """Add log-probs of the prompt, each once; returns the outputs of a request that fails."""
+        if prompt.error is not None:
+            return self._end_request(request, "error", error=prompt.error)
         recorded = request.output.prompt_logprobs
-        assert recorded is not None and request.params.prompt_logprobs is not None
-        start = next(row.start for row in plan.rows if row.seq_id == number)
-        new = logits[max(0, len(recorded) - start) :]
-        first = len(recorded) + 1
-        next_tokens = request.output.prompt_token_ids[first : first + len(new)]
-        try:
-            recorded += prompt_logprobs(
-                new,
-                next_tokens,
-                request.params.prompt_logprobs,
-                vocab_size=self.model_config.vocab_size,
-            )
-        except CheckpointError as error:
-            return self._end_request(request, "error", error=str(error))
+        assert recorded is not None
+        recorded += prompt.values[len(recorded) - prompt.first :]
         return []
 
-    def _add_hidden_states(self, row: PlannedRow, hidden: Tensor) -> list[TokenOutput]:
-        """Pool the hidden states of a chunk; returns the end of the request after the last one."""
-        request = self._choices[row.seq_id].request
-        assert request.pooler is not None, "its hidden states are requested"
-        request.pooler.add(row.start, hidden)
-        if not row.samples:
-            return []
-        try:
-            request.output.embedding = request.pooler.embedding()
-        except CheckpointError as error:
-            return self._end_request(request, "error", error=str(error))
+    def _add_embedding(self, request: _Request, embedding: list[float] | str) -> list[TokenOutput]:
+        """Add the embedding, or an error, and end the request; returns its outputs."""
+        if isinstance(embedding, str):
+            return self._end_request(request, "error", error=embedding)
+        request.output.embedding = embedding
         return self._end_request(request, "stop")
 
 

@@ -1,6 +1,7 @@
 """Load a trained model with its tokenizer for text generation."""
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import torch
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.fields import range_problems
 from megalith.config.kernels import (
     OPS,
     KernelsConfig,
@@ -18,12 +20,14 @@ from megalith.config.kernels import (
     is_explicit_backend,
 )
 from megalith.config.model import ModelConfig, MTPConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.config.serve import (
     EngineConfig,
+    InferenceParallelConfig,
     Quantization,
     SpeculationConfig,
     engine_problems,
+    pipeline_problems,
 )
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
@@ -41,6 +45,7 @@ from megalith.infer.cache import CachePlan, PagedKVCache, plan_cache, plan_pool
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
 from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
+from megalith.infer.pipeline import PipelineLink
 from megalith.infer.quantize import (
     build_int8_grouped_matmul_ops,
     build_int8_matmul_ops,
@@ -61,7 +66,7 @@ from megalith.infer.speculative import (
 from megalith.kernels.backend import select_backends, unavailable_backends
 from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
+from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_ops
 from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.observe.limits import free_memory
@@ -69,6 +74,7 @@ from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.grid import divisors
 from megalith.plan.kernels import find_backend_spec, why_not
+from megalith.plan.stages import plan_stages
 from megalith.rules.moe import expert_layout_problems
 from megalith.rules.run import check_kv_heads_fit_tp, model_problems
 
@@ -77,6 +83,7 @@ logger = logging.getLogger(__name__)
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 DEFAULT_CONFIG = EngineConfig()
+DEFAULT_PARALLEL = InferenceParallelConfig()
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded unless they propose draft tokens."""
@@ -102,20 +109,31 @@ class TextGenerator:
     draft_model: Decoder | None = None
     """Smaller model that proposes draft tokens."""
 
+    link: PipelineLink | None = None
+    """Connection to the other pipeline stages."""
 
-def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
-    """Open the model named by `source` and check that `tp` ranks can share it; `base`: folder of
-    the base of adapters.
+
+def open_source(
+    source: str,
+    ranks: int,
+    *,
+    base: str | None = None,
+    parallel: InferenceParallelConfig = DEFAULT_PARALLEL,
+) -> Pretrained:
+    """Open the model named by `source` and check that `ranks` can share it; `base`: folder of the
+    base of adapters.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        ConfigError: `tp` is too large or does not divide the heads; or there is a base but no
-            adapters.
+        ConfigError: the number of ranks is not that of the layout, or tp is too large or does not
+            divide the heads; or there is a base but no adapters.
     """
     opened = open_pretrained(locate_source(source), base=base)
     if base is not None:
         check_has_adapters(opened, base)
     raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
+    raise_all(inference_layout_problems(opened.model, ranks, parallel))
+    tp = ranks // parallel.pp
     if problems := _model_problems(opened, tp):
         heads = opened.model.num_heads
         counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
@@ -153,14 +171,52 @@ def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
     return re.sub(r"parallel\.\w+=\d+", f"--nproc={tp}", reason)
 
 
-def generation_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
-    """Return the parallel layout for generation: tensor parallel, and expert parallel if the
-    experts divide evenly.
+def generation_layout(
+    model: ModelConfig, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
+) -> ParallelConfig:
+    """Return the parallel layout for generation: pipeline stages of tensor-parallel ranks, which
+    are also expert parallel if the experts divide evenly.
 
-    All ranks have all tokens, so that all take part in every all-to-all.
+    All ranks of a stage have all tokens, so that all take part in every all-to-all.
     """
-    whole_experts = model.moe is not None and model.moe.num_experts % ranks == 0
-    return ParallelConfig(tp=ranks, ep=ranks, etp=1) if whole_experts else ParallelConfig(tp=ranks)
+    tp = ranks // parallel.pp
+    layout = ParallelConfig(tp=tp, pp=parallel.pp, pipeline=generation_pipeline(model, parallel.pp))
+    whole_experts = model.moe is not None and model.moe.num_experts % tp == 0
+    return replace(layout, ep=tp, etp=1) if whole_experts else layout
+
+
+def generation_pipeline(model: ModelConfig, pp: int) -> PipelineConfig:
+    """Return which layers each of `pp` stages has: equally many, or the first ones one more."""
+    if pp == 1:
+        return PipelineConfig()
+    counts = [model.num_layers // pp + (stage < model.num_layers % pp) for stage in range(pp)]
+    return PipelineConfig(layout="E" + "|".join(f"t*{count}" for count in counts) + "L")
+
+
+def inference_layout_problems(
+    model: ModelConfig, ranks: int, parallel: InferenceParallelConfig
+) -> list[str]:
+    """Return a message for every setting of a layout that does not fit the processes or the
+    model."""
+    problems = range_problems(parallel)
+    if problems:
+        return problems
+    if parallel.pp > model.num_layers:
+        problems.append(
+            f"parallel.pp={parallel.pp} is more than model.num_layers={model.num_layers}: every "
+            f"stage has a layer. Set parallel.pp to at most {model.num_layers}."
+        )
+    if ranks % parallel.pp:
+        problems.append(
+            f"parallel.pp={parallel.pp} with --nproc={ranks}: every stage has equally many "
+            f"processes. Set --nproc to a multiple of {parallel.pp}."
+        )
+    elif parallel.tp not in (None, ranks // parallel.pp):
+        problems.append(
+            f"parallel.tp={parallel.tp} and parallel.pp={parallel.pp} with --nproc={ranks}: tp x "
+            f"pp is the number of processes. Set --nproc to {parallel.tp * parallel.pp}."
+        )
+    return problems
 
 
 def generation_problems(model: ModelConfig) -> list[str]:
@@ -184,7 +240,8 @@ def load_text_generator(
     mlp_chunks: int = 1,
     config: EngineConfig = DEFAULT_CONFIG,
 ) -> TextGenerator:
-    """Build and load this rank's shard of the model. Collective over the mesh.
+    """Build and load this rank's shard of the model, or of its pipeline stage. Collective over the
+    mesh.
 
     `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `config`: that of the
     engine, for the format of the weights, and the draft model or MTP layers.
@@ -197,6 +254,7 @@ def load_text_generator(
     """
     backends = expand_kernel_setting(kernels)
     raise_all(kernel_problems(backends, source.model, device, dtype))
+    raise_all(pipeline_problems(config, mesh.pp.size))
     if backends.attention == "paged":  # of the engine; gathered keys use the fastest backend
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
@@ -220,6 +278,7 @@ def load_text_generator(
     context = build_context(
         model_config,
         mesh,
+        ParallelConfig(pp=mesh.pp.size, pipeline=generation_pipeline(model_config, mesh.pp.size)),
         dtype=dtype,
         backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
@@ -228,7 +287,7 @@ def load_text_generator(
             build_int8_grouped_matmul_ops if quantizes else fastest_matmul_ops
         ),
     )
-    model = Decoder(context)
+    (model,) = build_chunks(context)
     check_mlp_chunks(model, mlp_chunks, source.path)
     load_decoder(model, source, device, mesh.world)
     return TextGenerator(
@@ -239,7 +298,18 @@ def load_text_generator(
         source=source,
         quantization=config.quantization,
         draft_model=draft_model,
+        link=connect_stages(model, mesh.pp, device),
     )
+
+
+def connect_stages(model: Decoder, pp: Group, device: torch.device) -> PipelineLink | None:
+    """Connect the pipeline stages of a model, of which this rank has `model`; None for one stage.
+    Collective over the world."""
+    if pp.size == 1:
+        return None
+    pipeline = generation_pipeline(model.config, pp.size)
+    stages = plan_stages(pipeline, pp=pp.size, num_layers=model.config.num_layers, depths=0)
+    return PipelineLink(pp, model, stages, device)
 
 
 def check_mlp_chunks(model: Decoder, mlp_chunks: int, path: Path) -> None:
@@ -324,7 +394,7 @@ def kernel_problems(
 def build_engine(
     generator: TextGenerator, config: EngineConfig, *, callbacks: Sequence[EngineCallback] = ()
 ) -> InferenceEngine:
-    """Build an inference engine for a loaded model. Collective over its tensor-parallel group.
+    """Build an inference engine for a loaded model. Collective over its ranks.
 
     Raises:
         ConfigError: settings are invalid, or the memory does not suffice for the KV cache.
@@ -337,9 +407,16 @@ def build_engine(
         )
     model = generator.model
     group, device = model.tp_comm.group, next(model.parameters()).device
-    plan = plan_cache(model.config, tp=group.size, element_size=model.dtype.itemsize)
+    plan = plan_cache(
+        model.config,
+        tp=group.size,
+        element_size=model.dtype.itemsize,
+        layers=model.stage.layers,
+    )
     check_speculation(config, plan)
     draft_plan = plan_draft_cache(generator, config)
+    free_bytes, bytes_per_token = _agree_on_memory(generator, plan, device)
+    plan = replace(plan, bytes_per_token=bytes_per_token)
     # bytes of a token in all groups: both caches store as many tokens
     own_bytes = max(1, plan.bytes_per_token * len(plan.layout.groups))
     draft_bytes = 0
@@ -349,7 +426,7 @@ def build_engine(
         model.config,
         config,
         plan,
-        free_bytes=_free_bytes(device, group) * own_bytes // (own_bytes + draft_bytes),
+        free_bytes=free_bytes * own_bytes // (own_bytes + draft_bytes),
     )
     kernels = expand_kernel_setting(generator.kernels)
     cache = PagedKVCache(
@@ -362,7 +439,7 @@ def build_engine(
     if config.batch_invariant:
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
-    runner = ModelRunner(model, cache, limits=limits)
+    runner = ModelRunner(model, cache, limits=limits, link=generator.link)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
@@ -466,8 +543,8 @@ def build_speculator(
                 vocab_size=model.config.vocab_size,
                 max_num_batched_tokens=max_tokens,
             )
-    # the clocks of tensor-parallel ranks differ
-    measures_time = model.tp_comm.group.size == 1
+    # the clocks of ranks differ
+    measures_time = model.tp_comm.group.size == 1 and runner.num_stages == 1
     return Speculator(proposer, DraftLengthController(longest, measures_time=measures_time))
 
 
@@ -487,13 +564,25 @@ def _small_batch_limits(
     return limits
 
 
-def _free_bytes(device: torch.device, group: Group) -> int:
-    """Return the free bytes of memory of the rank that has least; on CPUs the ranks share it."""
+def _agree_on_memory(
+    generator: TextGenerator, plan: CachePlan, device: torch.device
+) -> tuple[int, int]:
+    """Return the free bytes of memory of the rank that has least, and the bytes per token of the
+    stage that stores most, so that all ranks have the same blocks. Ranks share the memory of
+    CPUs."""
+    groups = [generator.model.tp_comm.group]
+    if generator.link is not None:
+        groups.append(generator.link.group)
     if device.type == "cpu":
-        free = free_memory() // group.size
+        free = free_memory() // math.prod(group.size for group in groups)
     else:
         free, _ = torch.accelerator.memory.get_memory_info(device)
-    return min(int(str(each)) for each in gather_objects(free, group))
+    bytes_per_token = plan.bytes_per_token
+    for group in groups:
+        values = gather_objects((free, bytes_per_token), group)
+        pairs = [each for each in values if isinstance(each, tuple)]
+        free, bytes_per_token = min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
+    return free, bytes_per_token
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:

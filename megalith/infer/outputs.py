@@ -1,8 +1,9 @@
 """Results of the inference engine: tokens as they are generated, and finished requests."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from megalith.infer.sample import TokenLogprobs
+from megalith.infer.sample import SampledToken, TokenLogprobs
 from megalith.infer.stopping_criteria import FinishReason
 
 
@@ -106,3 +107,29 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether all choices are finished."""
         return all(completion.finish_reason is not None for completion in self.outputs)
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probs of the tokens after a chunk of a prompt."""
+
+    first: int
+    """Index of the first value among those of the prompt."""
+
+    values: list[TokenLogprobs]
+    error: str | None = None
+    """Why there are none; the request ends with it."""
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What is computed from the logits of a step, on the last pipeline stage for all of them."""
+
+    sampled: list[list[SampledToken]] = field(default_factory=list)
+    """By row: the tokens after its last known token and after each draft, or one error."""
+
+    prompts: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """By sequence."""
+
+    embeddings: dict[int, list[float] | str | None] = field(default_factory=dict)
+    """By sequence whose embedding is requested: the embedding, an error, or None before the last
+    chunk."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megalith.infer.cache import PagedKVCache, StepBlocks
+from megalith.infer.outputs import StepResults
+from megalith.infer.pipeline import PipelineLink
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear_small_batch import (
@@ -17,8 +19,9 @@ from megalith.kernels.linear_small_batch import (
     small_batch_matmul,
 )
 from megalith.kernels.packed import seq_params_from_queries
-from megalith.models.decoder import Decoder
+from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
+from megalith.plan.stages import HIDDEN
 
 MAX_LOGIT_ROWS = 1024
 """Rows of hidden states that the output head projects at a time, to bound memory (heuristic)."""
@@ -61,14 +64,22 @@ class StepLogits:
 
 
 class ModelRunner:
-    """Runs the model on this rank; every tensor-parallel rank executes the same plans."""
+    """Runs the model, or a pipeline stage of it, on this rank; every rank executes the same
+    plans."""
 
     def __init__(
-        self, model: Decoder, cache: PagedKVCache, *, limits: SmallBatchLimits = NO_ROWS
+        self,
+        model: Decoder,
+        cache: PagedKVCache,
+        *,
+        limits: SmallBatchLimits = NO_ROWS,
+        link: PipelineLink | None = None,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
-        results must not depend on the batch."""
-        self.model, self.cache = model, cache
+        results must not depend on the batch; `link`: to the other pipeline stages."""
+        self.model, self.cache, self._link = model, cache, link
+        self.num_stages = 1 if link is None else link.num_stages
+        self.is_last_stage = model.stage.loss
         self.limits = EVERY_ROW if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
 
@@ -78,8 +89,10 @@ class ModelRunner:
         plan: StepPlan,
         states: Mapping[int, SequenceState],
         needs: PromptNeeds = NO_NEEDS,
-    ) -> StepLogits:
-        """Process the tokens of a plan. Keys and values are stored in the blocks of the plan."""
+    ) -> StepLogits | None:
+        """Process the tokens of a plan. Keys and values are stored in the blocks of the plan. A
+        pipeline stage receives the hidden states of the previous one; all but the last one send
+        theirs to the next, and return None."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
             with (
@@ -87,18 +100,32 @@ class ModelRunner:
                 # also of few tokens: faster than several torch operations in inference mode
                 loops_of_any_size(True),
             ):
-                hidden = self._hidden_states(plan.rows, states)
-                logits = self._logits(hidden, plan.rows, states, needs)
+                tensors = self._forward(plan.rows, states)
+                logits = None
+                if self.is_last_stage:
+                    logits = self._logits(tensors[HIDDEN], plan.rows, states, needs)
         except BaseException:
             self.cache.commit_states(succeeded=False)
             raise
         self.cache.commit_states(succeeded=True)
+        if self._link is not None and logits is None:
+            self._link.send(tensors)
         return logits
 
-    def _hidden_states(
+    def send_results(self, results: StepResults) -> None:
+        """Send the results of a step to the other pipeline stages; the last stage does."""
+        if self._link is not None:
+            self._link.send_results(results)
+
+    def receive_results(self) -> StepResults:
+        """Wait for the results of the oldest step whose results were not received."""
+        assert self._link is not None, "one stage has its results"
+        return self._link.receive_results()
+
+    def _forward(
         self, rows: Sequence[PlannedRow], states: Mapping[int, SequenceState]
-    ) -> Tensor:
-        """Return the hidden states [t, h] of all tokens of the rows."""
+    ) -> StageTensors:
+        """Return the outputs [t, h] of this stage for all tokens of the rows."""
         ids: list[int] = []
         for row in rows:
             ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
@@ -109,9 +136,14 @@ class ModelRunner:
             device=self._device,
         )
         step = StepBlocks(rows, self.cache.plan.layout.groups, self.cache.block_size, self._device)
-        return self.model.hidden_states(
-            torch.tensor(ids, device=self._device), LayerInputs(seq_params), self.cache.layers(step)
+        received = NOTHING_RECEIVED if self._link is None else self._link.receive(len(ids))
+        outputs: StageTensors = self.model(
+            torch.tensor(ids, device=self._device),
+            LayerInputs(seq_params),
+            self.cache.layers(step),
+            received=received,
         )
+        return outputs
 
     def _logits(
         self,

@@ -39,6 +39,10 @@ HEADER_LENGTH = 64
 """Length of a header: the number of tensors, then dtype, number of dimensions and sizes of each."""
 
 
+BYTES_TAG = 1 << 20
+"""Tag of the messages of `ByteBroadcast`, which hidden states do not have."""
+
+
 class Spec(NamedTuple):
     """Shape and dtype of one tensor of a message."""
 
@@ -266,6 +270,36 @@ class PendingReceive:
                 f"{expected_text} was expected: the stages read different rows. Use the same data "
                 "and settings on every rank."
             )
+
+
+class ByteBroadcast:
+    """Messages of bytes from one rank of a group to all others, received in the order in which they
+    are sent. The sender does not wait for the receivers."""
+
+    def __init__(self, group: Group, source: int) -> None:
+        self._group, self._source = group, source
+        self._outbox = SendQueue()
+
+    def send(self, data: bytes) -> None:
+        """Start sending a message; only `source` does."""
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        for rank in range(self._group.size):
+            for part in (torch.tensor([len(data)]), content):
+                if rank != self._source and len(part):
+                    self._outbox.keep(start_send(part, self._group, rank, tag=BYTES_TAG), part)
+
+    def receive(self) -> bytes:
+        """Wait for the next message."""
+        size = torch.empty(1, dtype=torch.int64)
+        start_receive(size, self._group, self._source, tag=BYTES_TAG).wait()
+        content = torch.empty(int(size), dtype=torch.uint8)
+        if len(content):
+            start_receive(content, self._group, self._source, tag=BYTES_TAG).wait()
+        return content.numpy().tobytes()
+
+    def close(self) -> None:
+        """Wait until all messages are sent."""
+        self._outbox.close(wait=True)
 
 
 class SendQueue:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.models.decoder import Decoder, allocate, build_chunks, initialize
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 
@@ -30,8 +30,11 @@ def config(**changes: Any) -> ModelConfig:
 
 
 def model(model_config: ModelConfig, mesh: Mesh | None = None, **fields: Any) -> Decoder:
-    """A model with initial weights, the same under every layout; `fields`: see `BuildContext`."""
-    decoder = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), **fields))
+    """A model, or a pipeline stage of it, with initial weights, the same under every layout;
+    `fields`: see `BuildContext`."""
+    (decoder,) = build_chunks(
+        build_context(model_config, mesh or build_single_rank_mesh(), **fields)
+    )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=11)
     return decoder

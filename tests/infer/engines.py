@@ -14,6 +14,7 @@ from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
+from megalith.infer.pipeline import PipelineLink
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
     DraftLengthController,
@@ -43,17 +44,21 @@ def build(
     speculation: str = "none",
     proposer: DraftProposer | None = None,
     draft_model: Decoder | None = None,
+    link: PipelineLink | None = None,
     **engine: Any,
 ) -> InferenceEngine:
-    """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `engine`:
-    fields of EngineConfig."""
+    """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
+    to the other pipeline stages; `engine`: fields of EngineConfig."""
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
     method: Any = "draft_model" if draft_model is not None else speculation
     drafts = SpeculationConfig(method=method)
     config = EngineConfig(cache=cache, speculation=drafts, **engine)
     tp = model.tp_comm.group.size
-    plan = plan_cache(model.config, tp=tp, element_size=model.dtype.itemsize)
-    size = plan_pool(model.config, config, plan, free_bytes=1 << 26)
+    plan = plan_cache(
+        model.config, tp=tp, element_size=model.dtype.itemsize, layers=model.stage.layers
+    )
+    # as many blocks on all stages
+    size = plan_pool(model.config, config, replace(plan, bytes_per_token=64), free_bytes=1 << 26)
     pool = PagedKVCache(
         plan,
         num_blocks=size.num_blocks,
@@ -61,7 +66,7 @@ def build(
         batch_invariant=config.batch_invariant,
     )
     check_speculation(config, plan)
-    runner = ModelRunner(model, pool)
+    runner = ModelRunner(model, pool, link=link)
     generator = TextGenerator(model, tokenizer, eos, draft_model=draft_model)
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
     if proposer is None and speculator is not None:

@@ -300,14 +300,14 @@ def test_an_error_in_the_forward_pass_fails_only_the_request_that_causes_it(
     model = tiny.model(tiny.config(), dtype=torch.float64)
     requests = [(list(range(length)), SAMPLED) for length in (3, 9, 20)]
     reference = alone(lambda: build(model), requests)
-    plain = model.hidden_states
+    plain = model.forward
 
-    def fails(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def fails(ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if 19 in ids.tolist() and len(ids) > 1:  # the last token of the third prompt
             raise RuntimeError("out of memory")
-        return plain(ids, *rest)
+        return plain(ids, *rest, **options)
 
-    monkeypatch.setattr(model, "hidden_states", fails)
+    monkeypatch.setattr(model, "forward", fails)
     engine = build(model)
     outputs = run(engine, requests)
     assert tokens_of(outputs[:2]) == tokens_of(reference[:2])
@@ -459,18 +459,18 @@ def test_a_failed_step_does_not_advance_recurrent_states_twice() -> None:
     model = build_trainer(run_config, build_single_rank_mesh(), torch.device("cpu")).model
     requests = [([5 * n % 61 for n in range(length)], SAMPLED) for length in (3, 9, 20)]
     engine = build(model)
-    plain, calls = model.hidden_states, list[int]()
+    plain, calls = model.forward, list[int]()
 
-    def fails(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        hidden = plain(ids, *rest)
+    def fails(ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        outputs = plain(ids, *rest, **options)
         calls.append(len(ids))
         if len(calls) == 6:
             raise RuntimeError("once, after all layers")
-        return hidden
+        return outputs
 
-    model.hidden_states = fails
+    model.forward = fails
     outputs = run(engine, requests)
-    del model.hidden_states
+    del model.forward
     assert max(calls[6:9]) == 1, "the rows of the failed step are executed one by one"
     for output in outputs:
         check_logprobs(model, output)
@@ -480,36 +480,40 @@ def test_copies_of_shared_blocks_survive_a_failed_step(tiny: SimpleNamespace) ->
     model = tiny.model(tiny.config(), dtype=torch.float64)
     (reference,) = run(build(model), [([4, 2, 7], replace(SAMPLED, n=3))])
     for number in range(2, 6):
-        plain, calls = model.hidden_states, list[int]()
+        plain, calls = model.forward, list[int]()
 
         def fails(
-            ids: torch.Tensor, *rest: Any, plain: Any = plain, calls: list[int] = calls
-        ) -> torch.Tensor:
+            ids: torch.Tensor,
+            *rest: Any,
+            plain: Any = plain,
+            calls: list[int] = calls,
+            **options: Any,
+        ) -> Any:
             calls.append(len(ids))
-            hidden = plain(ids, *rest)
+            outputs = plain(ids, *rest, **options)
             if len(calls) == number:  # noqa: B023  # called in this iteration
                 raise RuntimeError("once")
-            return hidden
+            return outputs
 
-        model.hidden_states = fails
+        model.forward = fails
         (output,) = run(build(model), [([4, 2, 7], replace(SAMPLED, n=3))])
-        del model.hidden_states
+        del model.forward
         assert tokens_of([output]) == tokens_of([reference])
         check_logprobs(model, output)
 
 
 def test_a_long_row_that_fails_is_executed_in_two_parts(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(), dtype=torch.float64)
-    plain = model.hidden_states
+    plain = model.forward
 
-    def fails(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def fails(ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if len(ids) > 12:
             raise RuntimeError("out of memory")
-        return plain(ids, *rest)
+        return plain(ids, *rest, **options)
 
-    model.hidden_states = fails
+    model.forward = fails
     (output,) = run(build(model), [(list(range(20)), SAMPLED)])
-    del model.hidden_states
+    del model.forward
     assert output.outputs[0].finish_reason == "length"
     check_logprobs(model, output)
 
@@ -519,13 +523,13 @@ def test_an_interrupted_step_leaves_the_engine_usable(tiny: SimpleNamespace) -> 
     engine = build(model)
     number = engine.add_request([1, 2, 3], SAMPLED)
 
-    def interrupted(*_: Any) -> torch.Tensor:
+    def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    model.hidden_states = interrupted
+    model.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    del model.hidden_states
+    del model.forward
     engine.abort(number)
     (output,) = run(engine, [([1, 2, 3], SAMPLED)])
     check_logprobs(model, output)

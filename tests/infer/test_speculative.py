@@ -280,18 +280,18 @@ def test_a_failed_step_is_repeated_without_drafts(tiny: SimpleNamespace) -> None
     model = tiny.model(tiny.config(), dtype=torch.float64)
     requests = [([n, 1, 2], replace(SAMPLED, seed=n)) for n in range(3)]
     reference = run(build(model), requests)
-    plain, calls = model.hidden_states, list[int]()
+    plain, calls = model.forward, list[int]()
 
-    def fails(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def fails(ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
         calls.append(len(ids))
         if len(ids) > 6 and len(calls) > 1:
             raise RuntimeError("out of memory")
-        return plain(ids, *rest)
+        return plain(ids, *rest, **options)
 
-    model.hidden_states = fails
+    model.forward = fails
     engine = build(model, proposer=ReferenceProposer(reference))
     outputs = run(engine, requests)
-    del model.hidden_states
+    del model.forward
     assert max(calls[1:]) > 6, "no step had drafts"
     assert tokens_of(outputs) == tokens_of(reference)
     for output in outputs:

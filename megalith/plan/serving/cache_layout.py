@@ -76,16 +76,20 @@ def plan_cache_layout(views: Sequence[AttentionView]) -> CacheLayout:
         counts[view] = counts.get(view, 0) + 1
     num_slots = min(counts.values(), default=0)
 
+    # Consecutive attentions of a view take turns in its groups, so that those of a pipeline stage
+    # have consecutive slots.
     groups: list[AttentionView] = []
     slots: list[tuple[int, int]] = []
-    next_slot: dict[AttentionView, tuple[int, int]] = {}
+    groups_of_view: dict[AttentionView, list[int]] = {view: [] for view in counts}
+    seen = dict.fromkeys(counts, 0)
     for view in views:
-        group, slot = next_slot.get(view, (0, num_slots))
-        if slot == num_slots:
-            group, slot = len(groups), 0
+        own, index = groups_of_view[view], seen[view]
+        num_groups = -(-counts[view] // num_slots)
+        if index < num_groups:
+            own.append(len(groups))
             groups.append(view)
-        slots.append((group, slot))
-        next_slot[view] = (group, slot + 1)
+        slots.append((own[index % num_groups], index // num_groups))
+        seen[view] += 1
     return CacheLayout(tuple(groups), tuple(slots), num_slots)
 
 

@@ -4,12 +4,13 @@ Continuous batching, decode-first: a step contains the next token of every decod
 the rest of the token budget goes to prefills in the order of service, (priority, arrival). When
 blocks run out, the youngest sequence of the lowest priority is preempted: its blocks are released,
 and its tokens, generated ones included, are prefilled again later. The first sequence in the order
-of service is never preempted, and every step processes a token of it. Draft tokens of speculative
+of service is never preempted, and every step processes a token of it unless it awaits a sampled
+token. Draft tokens of speculative
 decoding get the budget and the blocks that are left, so they change no other row of the plan.
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -122,6 +123,10 @@ class StepPlan:
         """Number of tokens that the step processes."""
         return sum(row.count for row in self.rows)
 
+    def select_sampling_rows(self, excluded: Collection[int]) -> list[PlannedRow]:
+        """Return the rows after which a token is sampled, without the sequences `excluded`."""
+        return [row for row in self.rows if row.samples and row.seq_id not in excluded]
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
@@ -164,7 +169,8 @@ class Scheduler:
     """Queue of sequences, and the blocks and rows of those that run.
 
     A step is `schedule`, a forward pass, and `complete` or `discard`; then `append_token` for each
-    accepted draft and for the token sampled after them, `finish` or `fork`. `abort` may be called
+    accepted draft and for the token sampled after them, `finish` or `fork`. Other steps may be
+    scheduled and completed before the sampled tokens of a step are appended. `finish` may be called
     at any time.
     """
 
@@ -193,6 +199,7 @@ class Scheduler:
         self._num_reserved_tokens = 0  # one per decoding sequence
         self._num_prefill_tokens = 0
         self._max_prefill_tokens = 0
+        self._max_rows = 0
 
     def add(self, state: SequenceState, *, max_total_tokens: int) -> None:
         """Append a sequence to the queue; `max_total_tokens`: prompt and generated tokens.
@@ -224,13 +231,16 @@ class Scheduler:
         self,
         *,
         max_prefill_tokens: int | None = None,
+        max_rows: int | None = None,
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> StepPlan:
-        """Plan the next step. The plan has no rows if no sequence has a token to process.
+        """Plan the next step. The plan has no rows if no sequence has a token to process; one that
+        awaits a sampled token has none.
 
         `max_prefill_tokens`: a smaller limit of the prefill tokens, at least 1, for example after a
-        forward pass ran out of memory; `drafts`: draft tokens by sequence, of which the first ones
-        are planned as far as budget and blocks are left.
+        forward pass ran out of memory; `max_rows`: a smaller limit of the rows, at least 1, for
+        pipeline stages that process several steps at a time; `drafts`: draft tokens by sequence, of
+        which the first ones are planned as far as budget and blocks are left.
 
         Raises:
             RuntimeError: the previous plan was neither completed nor discarded.
@@ -243,6 +253,7 @@ class Scheduler:
         self._max_prefill_tokens = self.config.max_num_batched_tokens
         if max_prefill_tokens is not None:
             self._max_prefill_tokens = max(max_prefill_tokens, 1)
+        self._max_rows = self.config.max_num_seqs if max_rows is None else max(max_rows, 1)
         self.cache.prefix_cache.time += 1
 
         self._plan_all()
@@ -472,7 +483,7 @@ class Scheduler:
         running, waiting = self._running, self._waiting
         admits = bool(waiting) and (self.config.batching == "continuous" or not running)
         number = 0
-        while True:
+        while len(self._decodes) + len(self._prefills) < self._max_rows:
             if number < len(running) and not (admits and waiting[0].order < running[number].order):
                 state = running[number]
                 self._plan_running(state)
@@ -511,8 +522,8 @@ class Scheduler:
             return
         while (num_fitting := self.cache.count_fitting_tokens(state)) < smallest:
             victim = self._running[-1]
-            if victim is state and num_fitting > 0:
-                return  # blocks for a chunk that is too small: wait for more
+            if (victim is state and num_fitting > 0) or victim.awaits_token:
+                return  # wait for more blocks than a small chunk, or until it can be preempted
             assert len(self._running) > 1, (
                 f"request {state.seq_id} has more tokens than its max_total_tokens"
             )
@@ -582,10 +593,10 @@ class Scheduler:
         return min(budget, self._max_prefill_tokens) - self._num_prefill_tokens
 
     def _preempt(self, state: SequenceState) -> None:
-        """Release the blocks and the row of the last running sequence."""
-        assert state is self._running[-1], "only the last sequence is preempted"
+        """Release the blocks and the row of a running sequence."""
+        assert not state.awaits_token, "its sampled token would be appended to released blocks"
         self._num_reserved_tokens -= self._is_decode(state)
-        self._running.pop()
+        self._running.remove(state)
         state.is_running = False
         self.cache.release(state)
         state.num_preemptions += 1
@@ -605,7 +616,7 @@ class Scheduler:
         has_row = len(self._running) < self.config.max_num_seqs
         if not has_row and not victims:
             return False
-        kept = self._running[: len(self._running) - len(victims)]
+        kept = [each for each in self._running if each not in victims] if victims else self._running
         headroom = self._count_free_blocks(kept) + sum(map(self.cache.count_held_blocks, victims))
         if self._has_rows and headroom <= state.failed_headroom:
             return False  # as before: spare the lookup in the prefix cache
@@ -642,6 +653,7 @@ class Scheduler:
             victim
             for victim in self._running
             if victim.order > state.order
+            and not victim.awaits_token
             and (not self._has_rows or victim.priority > state.priority)
         ]
 

@@ -77,6 +77,11 @@ class SequenceState:
     """Available blocks when the sequence last could not be admitted; -1: no failed attempt."""
 
     @property
+    def awaits_token(self) -> bool:
+        """Whether all known tokens are processed, so that the next one is being sampled."""
+        return self.is_running and self.num_computed_tokens >= len(self.token_ids)
+
+    @property
     def accepts_drafts(self) -> bool:
         """Whether the next row processes one generated token, after which drafts may follow.
 
