@@ -32,7 +32,7 @@ from megalith.serve.batch import read_batch
 from megalith.serve.benchmark import BenchmarkWorkload, RequestTimes, summarize
 from megalith.serve.choices import iterate_deltas
 from megalith.serve.client import Generation
-from megalith.serve.engine_process import EngineServer
+from megalith.serve.engine_server import EngineServer
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import AccessLog, EngineMetrics, HttpMetrics
 from megalith.serve.model_info import ModelInfo, build_served_model

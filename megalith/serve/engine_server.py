@@ -1,0 +1,453 @@
+"""The loop of an engine process: runs the engine between the messages of the HTTP process.
+
+An idle engine waits for messages without polling, unless a grammar is being compiled. With several
+ranks, rank 0 has the socket, and broadcasts the messages, so that all ranks make the same steps.
+"""
+
+import logging
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megalith.config.generation import (
+    SamplingParams,
+    StructuredOutputsParams,
+    sampling_problems,
+)
+from megalith.errors import UserError
+from megalith.infer.engine import InferenceEngine, deadline_error
+from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.sample import TokenLogprobs
+from megalith.infer.stopping_criteria import FinishReason
+from megalith.infer.structured_output import Grammar
+from megalith.parallel.group import Group, broadcast_bytes, single_rank_group
+from megalith.serve.metrics import EngineMetrics
+from megalith.serve.protocol import (
+    AbortRequest,
+    AddRequest,
+    Codec,
+    EngineCall,
+    ExpireRequest,
+    Message,
+    PromptResult,
+    ProtocolError,
+    Reply,
+    RequestRejected,
+    StepOutputs,
+    TokenUpdate,
+    join_frames,
+    split_frames,
+    to_array,
+)
+from megalith.serve.transport import receive_frames
+
+if TYPE_CHECKING:
+    import zmq
+
+_logger = logging.getLogger(__name__)
+
+MAX_COMPILE_THREADS = 2
+"""Grammars that are compiled at a time (heuristic)."""
+
+COMPILE_POLL_S = 0.002
+"""Polling interval of an idle engine while a grammar is compiled (heuristic)."""
+
+MAX_WAIT_S = 60.0
+"""Time after which an idle rank 0 wakes the other ranks, whose collective has a timeout."""
+
+SINGLE_RANK = single_rank_group("world")
+
+
+@dataclass(slots=True)
+class _ClientRequest:
+    """A request of a client in the engine."""
+
+    request_id: int
+    output: RequestOutput
+    deadline_s: float | None
+    deadline: float | None
+    """On the monotonic clock."""
+
+    prompt_sent: bool = False
+    """Whether its `PromptResult` was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CompilingRequest:
+    """A request that waits for its grammar."""
+
+    message: AddRequest
+    structure: StructuredOutputsParams
+    future: "Future[Grammar]"
+    """Shared by all requests with this structure."""
+
+
+class EngineServer:
+    """Runs an engine for the HTTP process: takes messages between steps, sends the outputs of each
+    step in one message."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        socket: "zmq.Socket[bytes] | None",
+        metrics: EngineMetrics,
+        ranks: Group = SINGLE_RANK,
+    ) -> None:
+        """`socket`: None on all ranks but the first of `ranks`."""
+        self.engine, self._socket, self._metrics, self._ranks = engine, socket, metrics, ranks
+        self._codec = Codec()
+        self._requests: dict[int, _ClientRequest] = {}
+        """By the engine's number."""
+        self._numbers: dict[int, int] = {}
+        """The engine's number by the client's."""
+        self._drains: list[int] = []
+        """Calls of drain to answer when no request is left."""
+        self._is_stopped = self._is_paused = False
+        self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
+        self._compiling: dict[int, _CompilingRequest] = {}
+        """By the client's number; on rank 0."""
+        self._commands: Mapping[str, Callable[[], dict[str, Any]]] = {
+            "stats": self._stats,
+            "metrics": self._render_metrics,
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "pause": self._pause,
+            "resume": self._resume,
+            "shutdown": self._shutdown,
+        }
+
+    def run(self) -> None:
+        """Process messages and steps until the shutdown command."""
+        while not self._is_stopped:
+            self._receive()
+            if self._can_step:
+                self._step()
+            if self._drains and not self.engine.has_unfinished and not self._compiling:
+                for call_id in self._drains:
+                    self.send(Reply(call_id, {}))
+                self._drains = []
+
+    def send(self, message: Message) -> None:
+        """Send a message to the HTTP process; rank 0 does."""
+        if self._socket is not None:
+            self._socket.send(self._codec.encode(message))
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_unfinished and not self._is_paused
+
+    def _receive(self) -> None:
+        """Process all messages; wait for one if the engine is idle or paused."""
+        for message in self._receive_messages():
+            try:
+                self._handle(message)
+            except ProtocolError as error:
+                _logger.warning("dropped a message of the HTTP process: %s", error)
+            except Exception:  # a bug must not end the other requests
+                _logger.exception("a message of the HTTP process cannot be handled")
+            if self._is_stopped:
+                return
+
+    def _receive_messages(self) -> list[Message]:
+        """Return what to do before the next step, on all ranks alike: the messages of the HTTP
+        process, requests whose grammar is compiled, and expired requests."""
+        messages: list[Message] = []
+        if self._socket is not None:
+            for frame in receive_frames(self._socket, wait_s=self._wait_s()):
+                try:
+                    messages.append(self._codec.decode(frame))
+                except ProtocolError as error:
+                    _logger.warning("dropped a message of the HTTP process: %s", error)
+            messages = [*self._accept(messages), *self._pop_compiled()]
+            self._expire_compiling()
+            messages += self._find_expired(messages)
+        if self._ranks.size == 1:
+            return messages
+        frames = [self._codec.encode(message) for message in messages]
+        return [
+            self._codec.decode(frame)
+            for frame in split_frames(broadcast_bytes(join_frames(frames), self._ranks))
+        ]
+
+    def _accept(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages without requests that are rejected or whose grammar is compiled
+        first, on another thread."""
+        accepted: list[Message] = []
+        is_draining = bool(self._drains)
+        for message in messages:
+            if isinstance(message, AddRequest) and is_draining:
+                self.send(RequestRejected(message.request_id, 503, "the server is shutting down"))
+            elif not (isinstance(message, AddRequest) and self._compile_first(message)):
+                accepted.append(message)
+            if isinstance(message, AbortRequest) and message.request_id in self._compiling:
+                self._end_compiling(message.request_id, "abort")
+            is_draining |= isinstance(message, EngineCall) and message.command == "drain"
+        return accepted
+
+    def _compile_first(self, message: AddRequest) -> bool:
+        """Start to compile the grammar of a request; False if there is nothing to compile."""
+        structure = _read_structure(message.params)
+        grammars = self.engine.grammars
+        if structure is None or grammars is None or grammars.is_cached(structure):
+            return False
+        requests = self._compiling.values()
+        future = next((each.future for each in requests if each.structure == structure), None)
+        if future is None:
+            future = self._executor.submit(grammars.compile, structure)
+        self._compiling[message.request_id] = _CompilingRequest(message, structure, future)
+        return True
+
+    def _end_compiling(
+        self, request_id: int, reason: FinishReason, *, error: str | None = None
+    ) -> None:
+        """End a request whose grammar is compiled; `error`: its deadline passed. Its compilation
+        is canceled unless it has started or another request needs it."""
+        request = self._compiling.pop(request_id)
+        if all(each.future is not request.future for each in self._compiling.values()):
+            request.future.cancel()
+        is_timeout = error is not None
+        updates = [
+            TokenUpdate(request_id, choice, None, "", None, reason, None, error, is_timeout)
+            for choice in range(request.message.params.get("n", 1))
+        ]
+        prompt = PromptResult(request_id, 0, None, None)
+        self.send(StepOutputs([to_array(prompt)], [to_array(update) for update in updates]))
+
+    def _expire_compiling(self) -> None:
+        """End the requests whose deadline passed before their grammar was compiled."""
+        now = time.monotonic()
+        for request_id, request in list(self._compiling.items()):
+            deadline = read_deadline(request.message)
+            if deadline is not None and now > deadline:
+                error = deadline_error(request.message.params["deadline_s"])
+                self._end_compiling(request_id, "error", error=error)
+
+    def _pop_compiled(self) -> list[AddRequest]:
+        """Return the requests whose grammars are compiled; reject those that are invalid."""
+        compiled: list[AddRequest] = []
+        for request in list(self._compiling.values()):
+            if not request.future.done():
+                continue
+            del self._compiling[request.message.request_id]
+            error = request.future.exception()
+            if error is None:
+                compiled.append(request.message)
+            else:
+                self._reject(request.message, error)
+        return compiled
+
+    def _reject(self, message: AddRequest, error: BaseException) -> None:
+        """Reject a request because of its error, or of a bug, which must fail this request only."""
+        if isinstance(error, UserError):
+            self.send(RequestRejected(message.request_id, 400, str(error)))
+            return
+        _logger.error("request %s cannot be added", message.uid, exc_info=error)
+        text = f"internal error: {type(error).__name__}"
+        self.send(RequestRejected(message.request_id, 500, text))
+
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for a message; None: until there is one."""
+        if self._can_step:
+            return 0.0
+        now = time.monotonic()
+        waits = [request.deadline - now for request in self._requests.values() if request.deadline]
+        if self._ranks.size > 1:  # they wait for rank 0 in a collective, which has a timeout
+            waits.append(MAX_WAIT_S)
+        if self._compiling:
+            waits.append(COMPILE_POLL_S)
+        return max(0.0, min(waits)) if waits else None
+
+    def _find_expired(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the requests whose deadline has passed, also among those of `messages`."""
+        deadlines = {request.request_id: request.deadline for request in self._requests.values()}
+        for message in messages:
+            if isinstance(message, AddRequest):
+                deadlines[message.request_id] = read_deadline(message)
+        now = time.monotonic()
+        return [
+            ExpireRequest(request_id)
+            for request_id, deadline in deadlines.items()
+            if deadline is not None and now > deadline
+        ]
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case AddRequest():
+                self._add(message)
+            case AbortRequest(request_id):
+                if request_id in self._numbers:
+                    self._send_outputs(self.engine.abort(self._numbers[request_id]))
+            case ExpireRequest(request_id):
+                self._expire(request_id)
+            case EngineCall(call_id, "drain"):
+                self._drains.append(call_id)
+                self._is_paused = False  # the requests in flight finish
+            case EngineCall(call_id, command) if command in self._commands:
+                self.send(Reply(call_id, self._execute(command)))
+            case _:
+                raise ProtocolError(f"unexpected {message!r:.100}")
+
+    def _expire(self, request_id: int) -> None:
+        if request_id not in self._numbers:  # aborted in the same step
+            return
+        number = self._numbers[request_id]
+        deadline_s = self._requests[number].deadline_s
+        assert deadline_s is not None, request_id
+        outputs = self.engine.abort(number, error=deadline_error(deadline_s))
+        self._send_outputs(outputs, is_timeout=True)
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            params = SamplingParams.from_dict(message.params)
+            number = self.engine.add_request(
+                message.prompt_token_ids,
+                replace(params, deadline_s=None),  # rank 0 decides which requests have expired
+                arrival_time=message.arrival_time,
+                pooling=message.pooling,
+            )
+        except Exception as error:
+            self._reject(message, error)
+            return
+        if self._socket is not None:  # only rank 0 has callbacks
+            self._metrics.access_log.name(number, message.uid)
+        self._requests[number] = _ClientRequest(
+            message.request_id,
+            self.engine.output_of(number),
+            params.deadline_s,
+            read_deadline(message),
+        )
+        self._numbers[message.request_id] = number
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # the requests fail, the server continues
+            if self._ranks.size > 1:
+                raise  # the ranks would not agree on the next collective
+            _logger.exception("a step failed")
+            outputs = []
+            for number in list(self._requests):
+                outputs += [
+                    TokenOutput(
+                        number, output.choice, None, finish_reason="error", error=describe(error)
+                    )
+                    for output in self.engine.abort(number)
+                ]
+        self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: list[TokenOutput], *, is_timeout: bool = False) -> None:
+        if not outputs:
+            return
+        prompts: list[object] = []
+        updates: list[object] = []
+        for output in outputs:
+            request = self._requests[output.request_id]
+            if not request.prompt_sent:
+                request.prompt_sent = True
+                prompts.append(to_array(_prompt_result(request)))
+            updates.append(to_array(_token_update(output, request, is_timeout=is_timeout)))
+        for number in {output.request_id for output in outputs}:
+            if not self.engine.is_unfinished(number):
+                del self._numbers[self._requests.pop(number).request_id]
+        self.send(StepOutputs(prompts, updates))
+
+    def _execute(self, command: str) -> dict[str, Any]:
+        """Return the result of a command."""
+        try:
+            return self._commands[command]()
+        except Exception as error:  # the requests in flight continue
+            _logger.exception("the command %s failed", command)
+            return {"error": f"internal error in {command}: {type(error).__name__}"}
+
+    def _stats(self) -> dict[str, Any]:
+        stats = self.engine.scheduler.make_stats()
+        return {
+            "num_requests": len(self._requests),
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_used_blocks": stats.num_used_blocks,
+            "num_blocks": stats.num_blocks,
+            "is_paused": self._is_paused,
+        }
+
+    def _render_metrics(self) -> dict[str, Any]:
+        stats = self.engine.scheduler.make_stats()
+        return {"text": self._metrics.render(stats, is_paused=self._is_paused)}
+
+    def _pause(self) -> dict[str, Any]:
+        self._is_paused = not self._drains  # the requests in flight finish
+        return {}
+
+    def _resume(self) -> dict[str, Any]:
+        self._is_paused = False
+        return {}
+
+    def _reset_prefix_cache(self) -> dict[str, Any]:
+        self.engine.scheduler.reset_prefix_cache()
+        return {}
+
+    def _shutdown(self) -> dict[str, Any]:
+        self._is_stopped = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        return {}
+
+
+def read_deadline(message: AddRequest) -> float | None:
+    """Return the deadline of a request on the monotonic clock; its parameters may be invalid."""
+    deadline_s = message.params.get("deadline_s")
+    if not isinstance(deadline_s, int | float):
+        return None
+    return message.arrival_time + deadline_s
+
+
+def _read_structure(data: dict[str, Any]) -> StructuredOutputsParams | None:
+    """Return the structured output of plain sampling parameters; None if they have none, or are
+    invalid, which the engine reports."""
+    if "structured_outputs" not in data:
+        return None
+    try:
+        params = SamplingParams.from_dict(data)
+    except UserError:
+        return None
+    return None if sampling_problems(params, vocab_size=None) else params.structured_outputs
+
+
+def describe(error: Exception) -> str:
+    """Return the text of an internal error for clients, without details of the server."""
+    return f"internal error in a step: {type(error).__name__}. Send the request again."
+
+
+def _prompt_result(request: _ClientRequest) -> PromptResult:
+    output = request.output
+    logprobs, embedding = output.prompt_logprobs, output.embedding
+    return PromptResult(
+        request.request_id,
+        output.num_cached_tokens,
+        None if logprobs is None else [_logprobs_array(item) for item in logprobs],
+        None if embedding is None else struct.pack(f"<{len(embedding)}f", *embedding),
+    )
+
+
+def _token_update(output: TokenOutput, request: _ClientRequest, *, is_timeout: bool) -> TokenUpdate:
+    return TokenUpdate(
+        request.request_id,
+        output.choice,
+        output.token,
+        output.text,
+        None if output.logprobs is None else _logprobs_array(output.logprobs),
+        output.finish_reason,
+        output.stop_reason,
+        output.error,
+        is_timeout and output.finish_reason == "error",
+        output.is_request_error,
+    )
+
+
+def _logprobs_array(logprobs: TokenLogprobs) -> list[object]:
+    return [
+        logprobs.token,
+        logprobs.logprob,
+        [[token, value] for token, value in logprobs.top_logprobs.items()],
+    ]
