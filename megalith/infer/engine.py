@@ -9,20 +9,19 @@ blocks.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.model import ModelConfig
 from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, DataError, raise_all
+from megalith.errors import DataError, raise_all
 from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import (
     Completion,
@@ -33,23 +32,25 @@ from megalith.infer.outputs import (
     TokenOutput,
 )
 from megalith.infer.pooling import HiddenStatePooler
+from megalith.infer.requests import (
+    DraftedRow,
+    InFlightStep,
+    Request,
+    RequestChoice,
+    make_sample_row,
+)
 from megalith.infer.runner import NO_NEEDS, ModelRunner, PromptNeeds, StepLogits
 from megalith.infer.sample import (
     SampledToken,
-    SampleRow,
     TokenCounts,
     encode_bad_words,
-    prompt_logprobs,
-    sample_tokens,
 )
 from megalith.infer.speculative import DraftRow, Speculator
+from megalith.infer.step_results import compute_results
 from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
 from megalith.infer.structured_output import (
-    Grammar,
     GrammarCompiler,
     GrammarError,
-    GrammarState,
-    compute_masks,
 )
 from megalith.kernels.rope import rope_length
 from megalith.plan.keys import key
@@ -80,63 +81,6 @@ class EngineCallback(Protocol):
 
     def on_finish(self, request: RequestOutput) -> None:
         """All choices of a request are finished."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    """A sequence in generation: one choice of a request."""
-
-    request: "_Request"
-    completion: Completion
-    state: SequenceState
-    stopping: StoppingCriteria
-    counts: TokenCounts | None
-    """Counts of its tokens, if penalties need them."""
-
-    grammar: GrammarState | None
-    """Its position in the grammar of the request; unchanged by preemption."""
-
-
-@dataclass(slots=True)
-class _Request:
-    output: RequestOutput
-    params: SamplingParams
-    seed: int
-    deadline: float | None
-    bad_word_ids: tuple[tuple[int, ...], ...]
-    pooler: HiddenStatePooler | None
-    """Set if the request asks for an embedding."""
-
-    grammar: Grammar | None
-    choices: list[_Choice] = field(default_factory=list)
-    """The first choice, and after its first token the others."""
-
-
-class _DraftedRow(NamedTuple):
-    """A choice with the drafts of its row in a step."""
-
-    choice: _Choice
-    draft_ids: tuple[int, ...]
-    positions: range
-    """Rows of logits: after the last known token, and after each draft."""
-
-
-@dataclass(slots=True)
-class _InFlightStep:
-    """A step that this stage has executed, and whose sampled tokens are not appended yet."""
-
-    plan: StepPlan
-    started: float
-    """On the monotonic clock."""
-
-    drafted: list[_DraftedRow] = field(default_factory=list)
-    """Choices that sample."""
-
-    scored: list[_Choice] = field(default_factory=list)
-    """Choices that end after their prompt without a token."""
-
-    results: StepResults | None = None
-    """None on stages that receive them from the last one."""
 
 
 class _RowFailure(NamedTuple):
@@ -182,10 +126,10 @@ class InferenceEngine:
         """Compiles the grammars of requests. Compile on another thread first: `add_request`
         compiles synchronously."""
         self._has_peers = model.tp_comm.group.size > 1 or runner.num_stages > 1
-        self._in_flight: deque[_InFlightStep] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         """Executed steps whose sampled tokens are not appended yet, oldest first."""
-        self._requests: dict[int, _Request] = {}
-        self._choices: dict[int, _Choice] = {}
+        self._requests: dict[int, Request] = {}
+        self._choices: dict[int, RequestChoice] = {}
         """By sequence number, under which the scheduler knows a choice."""
         self._num_requests = self._num_sequences = 0
 
@@ -243,7 +187,7 @@ class InferenceEngine:
             () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
         )
         pooler = None if pooling is None else HiddenStatePooler(pooling)
-        request = _Request(output, params, seed, deadline, bad_word_ids, pooler, grammar)
+        request = Request(output, params, seed, deadline, bad_word_ids, pooler, grammar)
         if params.cache_salt is not None:
             salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
         choice = self._new_choice(request, 0, salt)
@@ -292,7 +236,12 @@ class InferenceEngine:
         step = self._make_step(plan, started, [row for row in rows if row.seq_id in self._choices])
         try:
             if self.runner.is_last_stage:
-                step.results = StepResults() if logits is None else self._compute(step, logits)
+                step.results = StepResults()
+                if logits is not None:
+                    vocab_size = self.model_config.vocab_size
+                    step.results = compute_results(
+                        step, logits, self._choices, vocab_size=vocab_size
+                    )
                 self.runner.send_results(step.results)
         except BaseException as error:
             self._fail_step(step, error, outputs)
@@ -300,7 +249,7 @@ class InferenceEngine:
             self._in_flight.append(step)
         return True
 
-    def _finish_step(self, step: "_InFlightStep", outputs: list[TokenOutput]) -> None:
+    def _finish_step(self, step: InFlightStep, outputs: list[TokenOutput]) -> None:
         """Append the sampled tokens of a step to their sequences, and add them to the outputs."""
         results = self.runner.receive_results() if step.results is None else step.results
         try:
@@ -314,7 +263,7 @@ class InferenceEngine:
             self._notify("on_step", step.plan, self.scheduler.make_stats(), seconds)
 
     def _fail_step(
-        self, step: "_InFlightStep", error: BaseException, outputs: list[TokenOutput]
+        self, step: InFlightStep, error: BaseException, outputs: list[TokenOutput]
     ) -> None:
         """Fail the requests of a step: sequences without their next token would never be scheduled
         again."""
@@ -364,7 +313,7 @@ class InferenceEngine:
 
     # --- requests
 
-    def _new_choice(self, request: _Request, index: int, salt: bytes) -> _Choice:
+    def _new_choice(self, request: Request, index: int, salt: bytes) -> RequestChoice:
         params, prompt = request.params, request.output.prompt_token_ids
         total = self._max_total_tokens(request)
         recompute_length, depends_on_step = rope_constraints(self.model_config, total)
@@ -389,22 +338,24 @@ class InferenceEngine:
         )
         counts = TokenCounts(prompt) if params.has_penalties else None
         grammar = None if request.grammar is None else request.grammar.start(stopping.end_ids)
-        return _Choice(request, request.output.outputs[index], state, stopping, counts, grammar)
+        return RequestChoice(
+            request, request.output.outputs[index], state, stopping, counts, grammar
+        )
 
-    def _max_total_tokens(self, request: _Request) -> int:
+    def _max_total_tokens(self, request: Request) -> int:
         """Return the largest number of tokens that a choice of a request can have."""
         if request.params.max_new_tokens is None:
             return self.max_model_len
         total = len(request.output.prompt_token_ids) + request.params.max_new_tokens
         return min(total, self.max_model_len)
 
-    def _register(self, choice: _Choice) -> None:
+    def _register(self, choice: RequestChoice) -> None:
         choice.request.choices.append(choice)
         self._choices[choice.state.seq_id] = choice
 
     def _end_choice(
         self,
-        choice: _Choice,
+        choice: RequestChoice,
         reason: FinishReason,
         *,
         error: str | None = None,
@@ -427,7 +378,7 @@ class InferenceEngine:
 
     def _end_request(
         self,
-        request: _Request,
+        request: Request,
         reason: FinishReason,
         *,
         error: str | None = None,
@@ -454,7 +405,7 @@ class InferenceEngine:
         self._finish_request(request)
         return outputs
 
-    def _record(self, choice: _Choice, output: TokenOutput) -> None:
+    def _record(self, choice: RequestChoice, output: TokenOutput) -> None:
         """Add an output to its choice, and end the choice and the request if it is the last."""
         choice.completion.add(output)
         self._notify("on_token", output)
@@ -470,7 +421,7 @@ class InferenceEngine:
         del self._choices[number]
         self._finish_request(request)
 
-    def _finish_request(self, request: _Request) -> None:
+    def _finish_request(self, request: Request) -> None:
         if request.output.finished and request.output.request_id in self._requests:
             request.output.timings.finished = time.monotonic()
             del self._requests[request.output.request_id]
@@ -605,8 +556,8 @@ class InferenceEngine:
                 token_ids = choice.state.token_ids
                 # a step generates one token more than it accepts drafts
                 longest = self._max_total_tokens(choice.request) - len(token_ids) - 1
-                make_sample_row = partial(self._make_sample_row, choice)
-                rows.append(DraftRow(choice.state.seq_id, token_ids, longest, make_sample_row))
+                make_row = partial(make_sample_row, choice)
+                rows.append(DraftRow(choice.state.seq_id, token_ids, longest, make_row))
         if len(rows) >= self.config.max_num_batched_tokens:
             return {}
         try:
@@ -620,10 +571,10 @@ class InferenceEngine:
 
     def _make_step(
         self, plan: StepPlan, started: float, rows: Sequence[PlannedRow]
-    ) -> _InFlightStep:
+    ) -> InFlightStep:
         """Return the step of a plan; `rows`: those that sample, in the order of their logits. After
         the prompt all choices of a request sample from the same logits."""
-        step = _InFlightStep(plan, started)
+        step = InFlightStep(plan, started)
         end = 0
         for row in rows:
             positions = range(end, end + 1 + len(row.draft_ids))
@@ -635,7 +586,7 @@ class InferenceEngine:
                 continue
             siblings = range(len(request.choices), request.params.n)
             step.drafted += [
-                _DraftedRow(each, row.draft_ids, positions)
+                DraftedRow(each, row.draft_ids, positions)
                 for each in (
                     choice,
                     *(self._new_choice(request, index, choice.state.salt) for index in siblings),
@@ -643,88 +594,8 @@ class InferenceEngine:
             ]
         return step
 
-    def _compute(self, step: _InFlightStep, logits: StepLogits) -> StepResults:
-        """Compute what the last stage knows from the logits of a step: sampled tokens, log-probs of
-        prompts, embeddings."""
-        results = StepResults()
-        for number, prompt_rows in logits.prompt.items():
-            results.prompts[number] = self._compute_prompt(step.plan, number, prompt_rows)
-        for row in step.plan.rows:
-            hidden = logits.prompt_hidden.get(row.seq_id)
-            if hidden is not None:
-                results.embeddings[row.seq_id] = self._pool(row, hidden)
-        masks = [self._compute_masks(each, logits.next_token.device) for each in step.drafted]
-        valid = [
-            (each, mask)
-            for each, mask in zip(step.drafted, masks, strict=True)
-            if not isinstance(mask, SampledToken)
-        ]
-        rows = [
-            self._make_sample_row(
-                each.choice, each.draft_ids[:count], None if mask is None else mask[count]
-            )
-            for each, mask in valid
-            for count in range(len(each.draft_ids) + 1)
-        ]
-        sampled: Iterator[SampledToken] = iter(())
-        if rows:
-            selected = _select(
-                logits.next_token, [index for each, _ in valid for index in each.positions]
-            )
-            sampled = iter(sample_tokens(selected, rows, vocab_size=self.model_config.vocab_size))
-        for each, mask in zip(step.drafted, masks, strict=True):
-            if isinstance(mask, SampledToken):
-                results.sampled.append([mask])
-            else:
-                results.sampled.append(list(islice(sampled, len(each.positions))))
-        return results
-
-    def _compute_masks(
-        self, row: _DraftedRow, device: torch.device
-    ) -> Tensor | SampledToken | None:
-        """Return the tokens that the grammar of a row allows, bool [positions, v]; None: all; or
-        the error of a grammar that fails. On a GPU this overlaps with the forward pass."""
-        grammar = row.choice.grammar
-        if grammar is None:
-            return None
-        try:
-            return torch.from_numpy(compute_masks(grammar, row.draft_ids)).to(device)
-        except GrammarError as error:
-            return SampledToken(token=-1, error=str(error), is_request_error=True)
-
-    def _compute_prompt(self, plan: StepPlan, number: int, logits: Tensor) -> PromptLogprobs:
-        """Compute the log-probs of the prompt tokens after the processed ones. A preempted request
-        processes its prompt again; those that are recorded are not computed."""
-        request = self._choices[number].request
-        recorded, top_n = request.output.prompt_logprobs, request.params.prompt_logprobs
-        assert recorded is not None and top_n is not None
-        start = next(row.start for row in plan.rows if row.seq_id == number)
-        first = max(start, len(recorded))
-        new = logits[first - start :]
-        next_tokens = request.output.prompt_token_ids[first + 1 : first + 1 + len(new)]
-        try:
-            values = prompt_logprobs(
-                new, next_tokens, top_n, vocab_size=self.model_config.vocab_size
-            )
-        except CheckpointError as error:
-            return PromptLogprobs(first, [], str(error))
-        return PromptLogprobs(first, values)
-
-    def _pool(self, row: PlannedRow, hidden: Tensor) -> list[float] | str | None:
-        """Pool the hidden states of a chunk; returns the embedding after the last one, or an
-        error."""
-        pooler = self._choices[row.seq_id].request.pooler
-        assert pooler is not None, "its hidden states are requested"
-        pooler.add(row.start, hidden)
-        if not row.samples:
-            return None
-        try:
-            return pooler.embedding()
-        except CheckpointError as error:
-            return str(error)
-
     def _add_results(
-        self, step: _InFlightStep, results: StepResults, outputs: list[TokenOutput]
+        self, step: InFlightStep, results: StepResults, outputs: list[TokenOutput]
     ) -> None:
         """Append the sampled tokens of the requests that have not ended since; add them to the
         outputs."""
@@ -737,36 +608,15 @@ class InferenceEngine:
         for choice in step.scored:
             if choice.state.seq_id in self._choices:
                 outputs += self._end_request(choice.request, "length")
-        drafted: list[tuple[_DraftedRow, list[SampledToken]]] = []
+        drafted: list[tuple[DraftedRow, list[SampledToken]]] = []
         for row, sampled in zip(step.drafted, results.sampled, strict=True):
             if row.choice.request.output.request_id in self._requests and self._fork(row.choice):
                 drafted.append((row, sampled))
         for row, sampled in drafted:
             outputs += self._verify(row.choice, row.draft_ids, sampled)
 
-    def _make_sample_row(
-        self, choice: _Choice, draft_ids: Sequence[int], grammar_mask: Tensor | None = None
-    ) -> SampleRow:
-        """Return the sampling inputs of the position after the tokens of a choice and drafts."""
-        request, counts, output_ids = choice.request, choice.counts, choice.completion.token_ids
-        if draft_ids:
-            output_ids = [*output_ids, *draft_ids]
-            counts = None if counts is None else counts.with_drafts(draft_ids)
-        return SampleRow(
-            params=request.params,
-            seed=request.seed,
-            choice=choice.completion.index,
-            position=len(request.output.prompt_token_ids) + len(output_ids),
-            prompt_ids=request.output.prompt_token_ids,
-            output_ids=output_ids,
-            counts=counts,
-            end_ids=choice.stopping.end_ids,
-            bad_word_ids=request.bad_word_ids,
-            grammar_mask=grammar_mask,
-        )
-
     def _verify(
-        self, choice: _Choice, draft_ids: Sequence[int], sampled: Sequence[SampledToken]
+        self, choice: RequestChoice, draft_ids: Sequence[int], sampled: Sequence[SampledToken]
     ) -> list[TokenOutput]:
         """Append the drafts that equal the token sampled at their position, and the first token
         that does not, or the one after all drafts; returns the outputs."""
@@ -784,7 +634,7 @@ class InferenceEngine:
                 self._speculator.lengths.record_drafts(number, len(draft_ids), num_accepted)
         return outputs
 
-    def _fork(self, choice: _Choice) -> bool:
+    def _fork(self, choice: RequestChoice) -> bool:
         """Add a choice that sampled its first token from the logits of the prompt of another one,
         whose blocks it shares; returns whether the choice exists."""
         if choice.state.seq_id in self._choices:
@@ -798,7 +648,9 @@ class InferenceEngine:
         self._register(choice)
         return True
 
-    def _append(self, choice: _Choice, sampled: SampledToken, *, is_draft: bool) -> TokenOutput:
+    def _append(
+        self, choice: RequestChoice, sampled: SampledToken, *, is_draft: bool
+    ) -> TokenOutput:
         """Append a sampled token to its sequence; returns the output. `is_draft`: it is an accepted
         draft, which was processed."""
         timings = choice.request.output.timings
@@ -831,7 +683,7 @@ class InferenceEngine:
             choice.counts.update(choice.completion.token_ids)
         return output
 
-    def _add_prompt_logprobs(self, request: _Request, prompt: PromptLogprobs) -> list[TokenOutput]:
+    def _add_prompt_logprobs(self, request: Request, prompt: PromptLogprobs) -> list[TokenOutput]:
         """Add log-probs of the prompt, each once; returns the outputs of a request that fails."""
         if prompt.error is not None:
             return self._end_request(request, "error", error=prompt.error)
@@ -840,7 +692,7 @@ class InferenceEngine:
         recorded += prompt.values[len(recorded) - prompt.first :]
         return []
 
-    def _add_embedding(self, request: _Request, embedding: list[float] | str) -> list[TokenOutput]:
+    def _add_embedding(self, request: Request, embedding: list[float] | str) -> list[TokenOutput]:
         """Add the embedding, or an error, and end the request; returns its outputs."""
         if isinstance(embedding, str):
             return self._end_request(request, "error", error=embedding)
@@ -854,13 +706,6 @@ def deadline_error(deadline_s: float) -> str:
         f"deadline_s={deadline_s}: the request was not finished in time. Use a longer deadline, or "
         "fewer tokens."
     )
-
-
-def _select(logits: Tensor, indices: list[int]) -> Tensor:
-    """Return the rows of logits [rows, v]; the tensor itself if they are all rows in order."""
-    if indices == list(range(len(logits))):
-        return logits
-    return logits[torch.tensor(indices, device=logits.device)]
 
 
 def rope_constraints(model: ModelConfig, max_total_tokens: int) -> tuple[int | None, bool]:

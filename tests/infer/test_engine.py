@@ -558,7 +558,7 @@ def test_an_error_in_sampling_or_in_a_callback_does_not_stop_the_engine(
         raise ValueError("in sampling")
 
     with monkeypatch.context() as patch:
-        patch.setattr("megalith.infer.engine.sample_tokens", fails)
+        patch.setattr("megalith.infer.step_results.sample_tokens", fails)
         (failed,) = run(engine, [([1, 2, 3], SAMPLED)])
     assert "ValueError: in sampling" in str(failed.outputs[0].error)
     assert used_blocks(engine) == 0

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megalith.config.generation import SamplingParams
-from megalith.infer import engine as engine_module
+from megalith.infer import requests, step_results
 from megalith.infer import runner as runner_module
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.outputs import PromptLogprobs
+from megalith.infer.requests import Request, RequestChoice
 from megalith.infer.runner import PromptNeeds
 from megalith.infer.sample import TokenCounts, prompt_logprobs
 from megalith.kernels.packed import PackedSeqParams
@@ -84,14 +86,17 @@ def restart_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 18: those of a preempted request are added again."""
 
-    def planted(
-        self: InferenceEngine, plan: StepPlan, number: int, logits: torch.Tensor
-    ) -> list[Any]:
-        output = self._choices[number].request.output
-        start = next(row.start for row in plan.rows if row.seq_id == number)
-        next_tokens = output.prompt_token_ids[start + 1 : start + 1 + len(logits)]
-        assert output.prompt_logprobs is not None
-        output.prompt_logprobs += prompt_logprobs(logits, next_tokens, 0, vocab_size=37)
+    def compute(
+        plan: StepPlan, choice: RequestChoice, logits: torch.Tensor, *, vocab_size: int
+    ) -> PromptLogprobs:
+        start = next(row.start for row in plan.rows if row.seq_id == choice.state.seq_id)
+        prompt = choice.request.output.prompt_token_ids
+        next_tokens = prompt[start + 1 : start + 1 + len(logits)]
+        return PromptLogprobs(start, prompt_logprobs(logits, next_tokens, 0, vocab_size=vocab_size))
+
+    def add(self: InferenceEngine, request: Request, prompt: PromptLogprobs) -> list[Any]:
+        assert request.output.prompt_logprobs is not None
+        request.output.prompt_logprobs += prompt.values
         return []
 
     def always(self: InferenceEngine, plan: StepPlan) -> PromptNeeds:
@@ -99,7 +104,8 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
         return PromptNeeds(logits)
 
-    monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", planted)
+    monkeypatch.setattr(step_results, "_compute_prompt", compute)
+    monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", add)
     monkeypatch.setattr(InferenceEngine, "_prompt_needs", always)
 
 
@@ -109,7 +115,7 @@ def score_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(logits: torch.Tensor, *rest: Any, **options: Any) -> list[Any]:
         return prompt_logprobs(logits.roll(-1, 0), *rest, **options)
 
-    monkeypatch.setattr(engine_module, "prompt_logprobs", planted)
+    monkeypatch.setattr(step_results, "prompt_logprobs", planted)
 
 
 def lose_a_token_in_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +132,8 @@ def lose_a_token_in_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 13, in the engine: all choices of a request have the noise of the first."""
-    row = engine_module.SampleRow
-    monkeypatch.setattr(engine_module, "SampleRow", lambda **fields: row(**fields | {"choice": 0}))
+    row = requests.SampleRow
+    monkeypatch.setattr(requests, "SampleRow", lambda **fields: row(**fields | {"choice": 0}))
 
 
 def check_choices(model: Decoder) -> None:

@@ -57,7 +57,8 @@ class CacheLayout:
     """(group, slot in the group's blocks) of each attention of the model."""
 
     num_slots: int
-    """Number of attentions that a block stores; the last group of a view may leave some unused."""
+    """Number of attentions that a block stores; some groups of a view may leave the last one
+    unused."""
 
 
 def plan_cache_layout(views: Sequence[AttentionView]) -> CacheLayout:

@@ -6,6 +6,7 @@ queries attend to must be those of its own sequence.
 """
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 from megalith.plan.serving.cache_layout import AttentionView
@@ -128,13 +129,21 @@ class Workload:
     """Random operations on a scheduler, each compared with the naive model."""
 
     def __init__(
-        self, config: SchedulerConfig, seed: int, *, scheduler: type[Scheduler] = Scheduler
+        self,
+        config: SchedulerConfig,
+        seed: int,
+        *,
+        scheduler: type[Scheduler] = Scheduler,
+        max_in_flight: int = 1,
     ) -> None:
+        """`max_in_flight`: steps that are executed before the tokens of the first are sampled."""
         self.config = config
         self.random = random.Random(seed)
         self.scheduler = scheduler(config)
         self.executor = Executor(config)
         self.requests: dict[int, Request] = {}
+        self.max_in_flight = max_in_flight
+        self.in_flight: deque[StepPlan] = deque()
         self.next_id = 0
         self.arrivals = 0
         self.counts: dict[str, int] = {}
@@ -228,7 +237,15 @@ class Workload:
         limit = self.random.choice([None] * 9 + [1, 5])
         first = min(self.requests, key=lambda key: self.requests[key].order, default=None)
         drafts = {seq_id: self.make_drafts(request) for seq_id, request in self.requests.items()}
-        plan = self.scheduler.schedule(max_prefill_tokens=limit, drafts=drafts)
+        max_rows = None if self.max_in_flight == 1 else self.random.choice([None, 1, 3])
+        awaiting = {
+            seq_id for seq_id, request in self.requests.items() if request.state.awaits_token
+        }
+        plan = self.scheduler.schedule(max_prefill_tokens=limit, max_rows=max_rows, drafts=drafts)
+        require(max_rows is None or len(plan.rows) <= max_rows, "too many rows")
+        rows = {row.seq_id for row in plan.rows}
+        require(not awaiting & rows, "a request that awaits its token has a row")
+        require(not awaiting & {*plan.preempted}, "a request that awaits its token is preempted")
         for seq_id in plan.preempted:
             self.requests[seq_id].is_running = False
             self.requests[seq_id].num_computed = 0
@@ -270,7 +287,7 @@ class Workload:
         for kind in (True, False):
             part = [self.requests[r.seq_id].order for r, k in zip(plan.rows, kinds) if k == kind]
             require(part == sorted(part), "rows are not in the order of service")
-        if self.config.batching == "continuous" and first is not None:
+        if self.config.batching == "continuous" and first is not None and not self.in_flight:
             require(first in rows, "the first request does not advance")
         smallest = self.config.min_prefill_chunk_tokens
         for row in plan.rows:
@@ -281,7 +298,8 @@ class Workload:
                 require(is_first, f"{row} is smaller than the smallest chunk")
                 self.count("small_chunk")
         for seq_id, request in self.requests.items():
-            if request.is_running and len(request.token_ids) - request.num_computed == 1:
+            is_decode = len(request.token_ids) - request.num_computed == 1
+            if request.is_running and is_decode and self.max_in_flight == 1:
                 require(seq_id in rows, f"request {seq_id} skips a decode step")
 
     def check_row(self, row: PlannedRow) -> None:
@@ -333,17 +351,30 @@ class Workload:
         """Schedule, execute, complete and append the sampled tokens."""
         plan = self.make_plan()
         self.execute(plan)
-        self.finish_step(plan)
+        self.complete(plan)
+        self.append_oldest(plan)
 
-    def finish_step(self, plan: StepPlan) -> None:
+    def append_oldest(self, plan: StepPlan) -> None:
+        """Append the tokens of the oldest step in flight, if `plan` is empty or the last step that
+        may be in flight."""
+        if self.in_flight and (not plan.rows or len(self.in_flight) == self.max_in_flight):
+            self.append_tokens(self.in_flight.popleft())
+
+    def complete(self, plan: StepPlan) -> None:
         self.scheduler.complete(plan)
+        self.count("in_flight", bool(plan.rows and self.in_flight))
         for row in plan.rows:
-            if row.seq_id not in self.requests:
+            if row.seq_id in self.requests:
+                request = self.requests[row.seq_id]
+                request.num_computed = row.start + row.count - len(row.draft_ids)
+        if plan.rows:
+            self.in_flight.append(plan)
+
+    def append_tokens(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if row.seq_id not in self.requests or not row.samples:
                 continue
             request = self.requests[row.seq_id]
-            request.num_computed = row.start + row.count - len(row.draft_ids)
-            if not row.samples:
-                continue
             if request.num_computed == request.num_prompt_tokens and self.random.random() < 0.3:
                 self.fork(row.seq_id)
             self.verify(row)
@@ -427,7 +458,8 @@ class Workload:
         self.abort()
         if self.random.random() < 0.5:
             self.execute(plan)
-            self.finish_step(plan)
+            self.complete(plan)
+            self.append_oldest(plan)
             return
         self.scheduler.discard(plan)
         for row in plan.rows:

@@ -45,13 +45,22 @@ def test_every_attention_has_its_own_slot_in_a_group_of_its_view() -> None:
     for view, (group, slot) in zip(views, layout.slots, strict=True):
         assert layout.groups[group] == view
         assert 0 <= slot < layout.num_slots
-    # only the last group of a view is padded
     used = dict.fromkeys(range(len(layout.groups)), 0)
     for group, _ in layout.slots:
         used[group] += 1
     for view in set(views):
         counts = [used[group] for group, other in enumerate(layout.groups) if other == view]
-        assert all(count == layout.num_slots for count in counts[:-1])
+        assert len(counts) == -(-views.count(view) // layout.num_slots), "more groups than needed"
+
+
+def test_consecutive_attentions_have_consecutive_slots() -> None:
+    """So a pipeline stage with a part of the layers stores a part of the bytes."""
+    full, window = AttentionView(), AttentionView(4)
+    layout = plan_cache_layout([full if layer % 6 == 5 else window for layer in range(24)])
+    assert layout.num_slots == 4
+    for stage in range(4):
+        slots = {slot for _, slot in layout.slots[6 * stage : 6 * stage + 6]}
+        assert slots == {stage}
 
 
 def test_model_without_attention_has_no_groups() -> None:

@@ -6,14 +6,18 @@ from tests.cases import loop_over
 from tests.plan.serving.executor import CONFIGS, Workload, make_config
 
 
-def run_all(num_operations: int, seeds: range) -> dict[str, int]:
+def run_all(num_operations: int, seeds: range, *, max_in_flight: int = 1) -> dict[str, int]:
     """Run the workload over all configurations and block sizes; return the summed counts."""
     totals: dict[str, int] = {}
     for seed in seeds:
         for number, name in enumerate(CONFIGS):
             for block_size in (1, 3, 16):
                 config = make_config(name, block_size=block_size)
-                workload = Workload(config, 1000 * seed + 20 * number + block_size)
+                workload = Workload(
+                    config,
+                    1000 * seed + 20 * number + block_size,
+                    max_in_flight=max_in_flight,
+                )
                 workload.run(num_operations)
                 for key, count in workload.counts.items():
                     totals[key] = totals.get(key, 0) + count
@@ -27,7 +31,14 @@ def test_random_operations_match_the_naive_model() -> None:
         assert totals.get(event, 0) > 0, f"no {event} occurred: {totals}"
 
 
+def test_random_operations_with_several_steps_in_flight_match_the_naive_model() -> None:
+    totals = run_all(42, range(1), max_in_flight=3)
+    for event in ("in_flight", "hit", "fork", "preempted", "discard", "abort", "accepted"):
+        assert totals.get(event, 0) > 0, f"no {event} occurred: {totals}"
+
+
 @pytest.mark.slow
 @loop_over("seed", range(4))
 def test_many_random_operations_match_the_naive_model(seed: int) -> None:
-    run_all(209, range(seed + 100, seed + 101))
+    run_all(150, range(seed + 100, seed + 101))
+    run_all(70, range(seed + 100, seed + 101), max_in_flight=2 + seed % 3)
