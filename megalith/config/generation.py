@@ -68,8 +68,9 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """Grammar in Lark syntax, whose rule `start` is the output."""
 
-    reasoning_end: str | None = None
-    """Text that ends the reasoning before the structure. Unset: the structure begins at once."""
+    outer_grammar: str | None = None
+    """Grammar in Lark syntax of the entire output, in which @structure stands for the structure,
+    such as reasoning before it. Unset: the output is the structure."""
 
     @property
     def kinds(self) -> list[str]:
@@ -79,7 +80,7 @@ class StructuredOutputsParams:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set as plain JSON data."""
-        values = {name: getattr(self, name) for name in (*self.kinds, "reasoning_end")}
+        values = {name: getattr(self, name) for name in (*self.kinds, "outer_grammar")}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
@@ -155,6 +156,10 @@ class SamplingParams:
 
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+
+    visible_special_tokens: tuple[str, ...] = ()
+    """Special tokens that stay in the text although skip_special_tokens is true: markers that are
+    parsed afterwards."""
 
     seed: int | None = None
     """Random seed, a signed 64-bit integer: the same seed and prompt give the same output in any
@@ -346,6 +351,7 @@ _EXAMPLES: Mapping[str, str] = {
     "ignore_eos": "false",
     "include_stop_str_in_output": "false",
     "skip_special_tokens": "true",
+    "visible_special_tokens": '["</think>"]',
     "seed": "1234",
     "logprobs": "5",
     "prompt_logprobs": "5",
@@ -475,8 +481,8 @@ def _check_structure(params: SamplingParams) -> Iterator[str]:
     if wrong is not None:
         yield f"{name}.{wrong}"
         return
-    if structure.reasoning_end is not None:
-        yield from _check_reasoning_end(f"{name}.reasoning_end", structure.reasoning_end)
+    if structure.outer_grammar is not None:
+        yield from _check_outer_grammar(f"{name}.outer_grammar", structure.outer_grammar)
     if structure.json is not None:
         yield from _check_schema(f"{name}.json", structure.json)
     elif structure.choice:
@@ -487,14 +493,13 @@ def _check_structure(params: SamplingParams) -> Iterator[str]:
         yield from _check_size(f"{name}.grammar", structure.grammar, MAX_GRAMMAR_BYTES)
 
 
-def _check_reasoning_end(name: str, text: str) -> Iterator[str]:
-    if not text:
-        yield f"{name} is an empty text, which ends nothing. Leave it unset."
-    elif len(text) > MAX_STRING_CHARACTERS:
+def _check_outer_grammar(name: str, text: str) -> Iterator[str]:
+    if "@structure" not in text:
         yield (
-            f"{name}={_shorten(text)} has {len(text)} characters, but the limit is "
-            f"{MAX_STRING_CHARACTERS}. Use a shorter text, such as </think>."
+            f"{name}={_shorten(text)} does not refer to @structure. Use for example "
+            'start: "Answer: " @structure.'
         )
+    yield from _check_size(name, text, MAX_REGEX_BYTES)
 
 
 def _structure_type_problem(structure: StructuredOutputsParams) -> str | None:
@@ -552,6 +557,9 @@ def _measure_nesting(document: object) -> int:
 _CHECKS: Mapping[str, Callable[[SamplingParams], Iterator[str]]] = {
     "stop": lambda params: _check_texts("stop", params.stop, MAX_STOP_STRINGS),
     "bad_words": lambda params: _check_texts("bad_words", params.bad_words, MAX_BANNED_TOKENS),
+    "visible_special_tokens": lambda params: _check_texts(
+        "visible_special_tokens", params.visible_special_tokens, MAX_STOP_STRINGS
+    ),
     "seed": _check_seed,
     "cache_salt": _check_cache_salt,
     "logit_bias": _check_logit_bias,

@@ -12,9 +12,9 @@ from megalith.errors import did_you_mean
 
 MIB = 2**20
 
-REASONING_PARSERS = ("deepseek-r1", "nemotron-v3", "qwen3")
-TOOL_CALL_PARSERS = ("hermes", "json", "llama3-json", "qwen3-coder")
-"""Formats in which models write reasoning and tool calls."""
+REASONING_PARSERS = ("deepseek-r1", "gpt-oss", "nemotron-v3", "qwen3")
+TOOL_CALL_PARSERS = ("gpt-oss", "hermes", "json", "llama3-json", "qwen3-coder")
+"""Formats in which models write reasoning and tool calls; gpt-oss is for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,11 +142,13 @@ def find_own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate 
         ) from error
 
 
-def find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
-    """Return what ends a turn: token ids, or a text if the tokenizer has no token for it."""
+def find_turn_end(
+    template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return what ends a turn: token ids, or texts if the tokenizer has no token for them."""
     end = template.turn_end()
     token_id = tokenizer.specials.get(end)
-    return (frozenset(), end) if token_id is None else (frozenset({token_id}), "")
+    return (frozenset(), (end,)) if token_id is None else (frozenset({token_id}), ())
 
 
 def _tokenizer_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate:

@@ -1,18 +1,19 @@
 """Chat with a model: the template renders the conversation, the model generates the next turn."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from megalith.config.generation import MAX_STOP_STRINGS, SamplingParams
+from megalith.config.generation import SamplingParams
 from megalith.config.serve import EngineConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.errors import CheckpointError, DataError
 from megalith.hf.convert import find_own_template, find_turn_end
 from megalith.hf.pretrained import Pretrained
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_engine
 from megalith.infer.outputs import TokenOutput
+from megalith.infer.stopping_criteria import add_turn_end
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Chat:
                 f"{longest} tokens including the answer. Use /reset to start again."
             )
         number = self.engine.add_request(
-            ids, with_turn_end(self.params, self.template, self.generator.tokenizer)
+            ids, add_turn_end(self.params, *find_turn_end(self.template, self.generator.tokenizer))
         )
         answer: list[str] = []
         try:
@@ -84,30 +85,6 @@ class Chat:
             raise output.cause or CheckpointError(f"the answer ended: {output.error}")
         answer.append(output.text)
         show(output.text)
-
-
-def with_turn_end(
-    params: SamplingParams, template: ChatTemplate, tokenizer: Tokenizer
-) -> SamplingParams:
-    """Return the parameters with the tokens or the text with which the template ends a turn as
-    stops; a structured output ends where it is complete, and may contain the text.
-
-    Raises:
-        ConfigError: there are too many stop strings.
-    """
-    stop_ids, stop_text = find_turn_end(template, tokenizer)
-    if params.structured_outputs is not None:
-        stop_text = ""
-    if stop_text and len(params.stop) >= MAX_STOP_STRINGS:
-        raise ConfigError(
-            f"stop has {len(params.stop)} texts, and the chat template adds one; the limit is "
-            f"{MAX_STOP_STRINGS}. Use {MAX_STOP_STRINGS - 1} or less."
-        )
-    return replace(
-        params,
-        stop_token_ids=(*params.stop_token_ids, *sorted(stop_ids)),
-        stop=(*params.stop, *([stop_text] if stop_text else [])),
-    )
 
 
 def select_template(source: Pretrained, tokenizer: Tokenizer, name: str | None) -> ChatTemplate:

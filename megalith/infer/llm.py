@@ -21,7 +21,8 @@ from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
 from megalith.errors import CheckpointError, ConfigError, DataError, UserError, raise_all
-from megalith.infer.chat import select_template, with_turn_end
+from megalith.hf.convert import find_turn_end
+from megalith.infer.chat import select_template
 from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.load import (
     TextGenerator,
@@ -30,6 +31,7 @@ from megalith.infer.load import (
     open_source,
 )
 from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.stopping_criteria import add_turn_end
 from megalith.parallel.mesh import build_single_rank_mesh
 
 logger = logging.getLogger(__name__)
@@ -180,7 +182,7 @@ class LLM:
         else:
             template = select_template(source, tokenizer, template_name)
         ids = tokenizer.encode_marked(template.render(list(messages), prompt=True))
-        return self.generate([ids], with_turn_end(params, template, tokenizer))[0]
+        return self.generate([ids], add_turn_end(params, *find_turn_end(template, tokenizer)))[0]
 
 
 def pair_prompts(

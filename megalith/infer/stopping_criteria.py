@@ -1,12 +1,13 @@
 """When the output of a request ends: end tokens, stop strings and lengths; and its text as a
 stream, up to a stop string."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalith.config.generation import SamplingParams
+from megalith.config.generation import MAX_STOP_STRINGS, SamplingParams
 from megalith.data.tokenizer import StreamDecoder, Tokenizer
+from megalith.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "context", "abort", "error", "tool_calls"]
 """Why an output ended: an end token or a stop string, max_new_tokens, the context length of the
@@ -59,17 +60,20 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        visible_special_tokens: Collection[str] = (),
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """prompt_ids: prompt before the output, which is not part of the text; the last few
-        suffice."""
+        """visible_special_tokens: those that are not skipped; prompt_ids: prompt before the output,
+        which is not part of the text; the last few suffice."""
         self.stop_string: str | None = None
         """The stop string that ended the text."""
 
         self._decoder = StreamDecoder(tokenizer)
-        self._specials = (
-            {} if skip_special_tokens else {i: text for text, i in tokenizer.specials.items()}
-        )
+        self._specials = {
+            token: text
+            for text, token in tokenizer.specials.items()
+            if not skip_special_tokens or text in visible_special_tokens
+        }
         self._matchers = [StopMatcher(text) for text in dict.fromkeys(stop)]
         self._include_stop = include_stop
         self._withheld = ""
@@ -176,6 +180,7 @@ class StoppingCriteria:
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                visible_special_tokens=params.visible_special_tokens,
                 prompt_ids=prompt_ids,
             )
         self._params = params
@@ -222,3 +227,26 @@ class StoppingCriteria:
 
     def _push(self, token: int, can_stop: bool) -> str:
         return "" if self.stream is None else self.stream.push(token, can_stop=can_stop)
+
+
+def add_turn_end(
+    params: SamplingParams, stop_ids: Iterable[int], stop_texts: Sequence[str]
+) -> SamplingParams:
+    """Return the parameters with the tokens and texts that end an assistant turn as stops; a
+    structured output ends where it is complete, and may contain the texts.
+
+    Raises:
+        ConfigError: there are too many stop strings.
+    """
+    texts = () if params.structured_outputs else tuple(stop_texts)
+    limit = MAX_STOP_STRINGS - len(texts)
+    if texts and len(params.stop) > limit:
+        raise ConfigError(
+            f"stop has {len(params.stop)} texts, and the chat template adds {len(texts)}; the "
+            f"limit is {MAX_STOP_STRINGS}. Use {limit} or less."
+        )
+    return replace(
+        params,
+        stop_token_ids=(*params.stop_token_ids, *sorted(stop_ids)),
+        stop=(*params.stop, *texts),
+    )

@@ -8,7 +8,7 @@ compiled once and cached; each of its choices has a `GrammarState`.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,6 @@ errors."""
 
 SCHEMA_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords of JSON schemas whose values are schemas by name."""
-
-REASONING = """\
-start: reasoning /\\n*/ @structure
-reasoning[suffix=%s]: /(?s:.*)/
-"""
-"""Lark grammar of a structure after reasoning, which ends with a text."""
 
 
 class GrammarError(Exception):
@@ -176,20 +170,6 @@ class GrammarCompiler:
         return grammar
 
 
-def build_tool_call_grammar(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> str:
-    """Return the Lark grammar of a JSON list of calls {"name", "arguments"}, at least one and
-    without `parallel` exactly one; `schemas`: JSON schema of the arguments by name of the tool."""
-    rules = [f"call_{index}" for index in range(len(schemas))]
-    more = ' (", " call)*' if parallel else ""
-    lines = [f'start: "[" call{more} "]"', f"call: {' | '.join(rules)}"]
-    for rule, (name, schema) in zip(rules, schemas.items(), strict=True):
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        lines.append(f'{rule}: {head} {rule}_arguments "}}"')
-        options = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
-        lines.append(f"{rule}_arguments: %json {options}")
-    return "\n".join(lines)
-
-
 def _import_library() -> Any:  # the module llguidance
     try:
         import llguidance
@@ -214,7 +194,7 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         names = {token: text for text, token in tokenizer.specials.items()}
-        known = tokenizer.token_bytes()
+        known = self._texts = tokenizer.token_bytes()
         self.eos_token_id = len(known)
         self.tokens = [
             names.get(token, f"<unused-{token}>").encode() if text is None else text
@@ -231,7 +211,8 @@ class _Vocabulary:
         tokenizers add a space."""
         data = text if isinstance(text, bytes) else text.encode()
         ids = self._tokenizer.encode_marked(data.decode(errors="replace"))
-        if b"".join(self.tokens[token] for token in ids) == data:
+        # special tokens are no text: a grammar refers to them by their ids
+        if b"".join(self._texts[token] or b"" for token in ids) == data:
             return ids
         return self._encode_greedily(data)
 
@@ -278,10 +259,14 @@ def _compile(library: Any, vocabulary: Any, params: StructuredOutputsParams) -> 
         if not error or error.startswith("NoExtension"):
             raise ConfigError(f"{name} matches no text, so there is no output. Correct it.")
         raise ConfigError(f"{name} is too complex ({_reason(error)}). Use a simpler one.")
-    if params.reasoning_end is None:
+    if params.outer_grammar is None:
         return matcher
-    reasoning = {"lark_grammar": REASONING % json.dumps(params.reasoning_end)}
-    return _build_matcher(library, vocabulary, [reasoning, structure | {"name": "structure"}])
+    outer = {"lark_grammar": params.outer_grammar}
+    matcher = _build_matcher(library, vocabulary, [outer, structure | {"name": "structure"}])
+    if matcher.is_error():
+        reason = _reason(matcher.get_error())
+        raise ConfigError(f"structured_outputs.outer_grammar is not valid: {reason}. Correct it.")
+    return matcher
 
 
 def _build_matcher(library: Any, vocabulary: Any, grammars: Sequence[dict[str, Any]]) -> Any:

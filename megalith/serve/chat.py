@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith import storage
-from megalith.config.generation import MAX_STOP_STRINGS, SamplingParams
-from megalith.errors import DataError
+from megalith.config.generation import SamplingParams
+from megalith.errors import ConfigError, DataError
+from megalith.infer.parsers.harmony import HarmonyParser
 from megalith.infer.parsers.parsed_text import ParsedText, ToolCall
 from megalith.infer.parsers.registry import begins_with_reasoning
+from megalith.infer.stopping_criteria import add_turn_end
 from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
 from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import invalid, name_structured_output
@@ -140,7 +142,7 @@ async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> Cha
     return ChatRequest(
         model,
         prompt.token_ids,
-        end_with_turn(params, model),
+        end_with_turn(params, model, output),
         output,
         has_reasoning,
         num_top,
@@ -290,32 +292,34 @@ def read_template_variables(value: Any) -> dict[str, Any]:  # JSON
     return value
 
 
-def end_with_turn(params: SamplingParams, model: ServedModel) -> SamplingParams:
-    """Return the parameters with what ends an assistant turn as additional stops; a structure ends
-    where it is complete, and may contain the text.
+def end_with_turn(
+    params: SamplingParams, model: ServedModel, output: OutputFormat
+) -> SamplingParams:
+    """Return the parameters with what ends an assistant turn as additional stops, and with the
+    special tokens that the parsers read in the text.
 
     Raises:
         ApiError: there are too many stop strings.
     """
-    stop_text = "" if params.structured_outputs else model.info.turn_end_text
-    if stop_text and len(params.stop) >= MAX_STOP_STRINGS:
-        raise invalid(
-            f"stop has {len(params.stop)} texts, and the chat template adds one; the limit is "
-            f"{MAX_STOP_STRINGS}. Use {MAX_STOP_STRINGS - 1} or less.",
-            "stop",
-        )
-    return replace(
-        params,
-        stop_token_ids=(*params.stop_token_ids, *model.info.turn_end_ids),
-        stop=(*params.stop, *([stop_text] if stop_text else [])),
-    )
+    stop_ids, texts = model.info.turn_end_ids, model.info.turn_end_texts
+    if output.is_harmony:
+        specials = model.tokenizer.specials
+        stop_ids = [specials[text] for text in HarmonyParser.turn_ends if text in specials]
+        texts = [text for text in HarmonyParser.turn_ends if text not in specials]
+    params = replace(params, visible_special_tokens=output.visible_special_tokens)
+    try:
+        return add_turn_end(params, stop_ids, texts)
+    except ConfigError as error:
+        raise invalid(str(error), "stop") from None
 
 
 class _ChoiceParser:
     """Parses the outputs of one choice."""
 
     def __init__(self, request: ChatRequest) -> None:
-        self._parser = request.output.build_parser(has_reasoning=request.has_reasoning)
+        self._parser = request.output.build_parser(
+            has_reasoning=request.has_reasoning, hides_markers=request.params.skip_special_tokens
+        )
         self._is_named = request.output.tool_choice == "named"
         self.num_tool_calls = 0
 

@@ -135,7 +135,7 @@ def describe_model(
         UserError: the template that the settings name cannot be used.
     """
     template, template_error = None, ""
-    turn_end: tuple[frozenset[int], str] = (frozenset(), "")
+    turn_end: tuple[frozenset[int], tuple[str, ...]] = (frozenset(), ())
     try:
         chosen = select_template(source, tokenizer, template_name)
         turn_end = find_turn_end(chosen, tokenizer)
@@ -154,7 +154,7 @@ def describe_model(
         template=template,
         template_error=template_error,
         turn_end_ids=sorted(turn_end[0]),
-        turn_end_text=turn_end[1],
+        turn_end_texts=list(turn_end[1]),
         max_model_len=engine.max_model_len,
         vocab_size=engine.model_config.vocab_size,
         hidden_size=engine.model_config.hidden_size,

@@ -29,8 +29,8 @@ class ModelInfo:
     """Why there is no template."""
 
     turn_end_ids: list[int]
-    turn_end_text: str
-    """What ends an assistant turn: token ids, or a text if the tokenizer has no token for it."""
+    turn_end_texts: list[str]
+    """What ends an assistant turn: token ids, or texts if the tokenizer has no token for them."""
 
     max_model_len: int
     vocab_size: int

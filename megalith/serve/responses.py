@@ -26,6 +26,7 @@ from megalith.serve.sampling_fields import (
 from megalith.serve.sse import PING, named_event
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.token_text import chat_logprobs
+from megalith.serve.tools import OutputFormat
 
 ENDPOINT = "/v1/responses"
 ROLES = ("user", "assistant", "system", "developer")
@@ -140,7 +141,7 @@ async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -
     return ResponsesRequest(
         model,
         token_ids,
-        end_with_turn(params, model),
+        end_with_turn(params, model, OutputFormat()),
         num_top,
         stream,
         interval or 1,

@@ -8,15 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams, sampling_problems
+from megalith.infer.parsers.grammars import (
+    allow_reasoning,
+    build_harmony_calls_grammar,
+    build_harmony_final_grammar,
+    build_json_calls_grammar,
+    build_optional_calls_grammar,
+)
+from megalith.infer.parsers.harmony import HarmonyParser
 from megalith.infer.parsers.reasoning import END_THINK, ThinkParser
 from megalith.infer.parsers.registry import (
+    REASONING_FORMATS,
     TOOL_CALL_FORMATS,
     OutputParser,
     find_reasoning_parser,
     find_tool_call_parser,
 )
 from megalith.infer.parsers.tool_calls import JsonParser, NamedCallParser, ToolCallParser
-from megalith.infer.structured_output import build_tool_call_grammar
 from megalith.serve.errors import invalid, invalid_field
 from megalith.serve.model_info import ServedModel
 from megalith.serve.sampling_fields import read_bool
@@ -50,20 +58,48 @@ class OutputFormat:
     field_names: Mapping[str, str] = field(default_factory=dict)
     """Names of fields in messages about the structure -> names in the request."""
 
+    enforces_calls: bool = False
+    """Whether `structure` is a grammar of tool calls."""
+
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    specials: Mapping[str, int] = field(default_factory=dict)
+    """Ids of the special tokens of the tokenizer by text."""
 
-    def build_parser(self, *, has_reasoning: bool) -> OutputParser:
-        """Return a parser for one choice; `has_reasoning`: the output begins with reasoning."""
-        calls: ToolCallParser | None = None
+    def build_parser(self, *, has_reasoning: bool, hides_markers: bool) -> OutputParser:
+        """Return a parser for one choice; `has_reasoning`: the output begins with reasoning;
+        `hides_markers`: remove special tokens that are not part of the format."""
+        reasoning = self._build_reasoning_parser() if has_reasoning else None
+        hidden = self.visible_special_tokens if hides_markers else ()
+        return OutputParser(reasoning, self._build_call_parser(), hidden=hidden)
+
+    def _build_reasoning_parser(self) -> ThinkParser | None:
+        build = REASONING_FORMATS.get(self.reasoning_parser or "")
+        return None if build is None else build()
+
+    def _build_call_parser(self) -> ToolCallParser | None:
+        if self.is_harmony:
+            return HarmonyParser({} if self.tool_choice == "none" else self.schemas)
         if self.tool_choice == "required":
-            calls = JsonParser(self.schemas)
-        elif self.tool_choice == "named":
-            calls = NamedCallParser(self.tool_name)
-        elif self.tool_choice == "auto":
+            return JsonParser(self.schemas)
+        if self.tool_choice == "named":
+            return NamedCallParser(self.tool_name)
+        if self.tool_choice == "auto":
             assert self.tool_call_parser is not None, "checked when the request is read"
-            calls = TOOL_CALL_FORMATS[self.tool_call_parser](self.schemas)
-        return OutputParser(ThinkParser() if has_reasoning else None, calls)
+            return TOOL_CALL_FORMATS[self.tool_call_parser](self.schemas)
+        return None
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether the output has messages in the format of gpt-oss."""
+        return self.tool_call_parser == "gpt-oss"
+
+    @property
+    def visible_special_tokens(self) -> tuple[str, ...]:
+        """Special tokens that the parsers read."""
+        parsers = (self._build_reasoning_parser(), self._build_call_parser())
+        markers = [text for each in parsers if each is not None for text in each.markers]
+        return tuple(text for text in markers if text in self.specials)
 
     def add_structure(self, params: SamplingParams, *, has_reasoning: bool) -> SamplingParams:
         """Return the parameters with the structure of the output.
@@ -74,8 +110,12 @@ class OutputFormat:
         structure = self.structure or params.structured_outputs
         if structure is None:
             return params
-        if has_reasoning:
-            structure = replace(structure, reasoning_end=END_THINK)
+        if self.is_harmony and not self.enforces_calls:
+            outer = build_harmony_final_grammar(self.specials)
+            structure = replace(structure, outer_grammar=outer)
+        elif has_reasoning and not self.is_harmony:
+            outer = allow_reasoning(END_THINK, self.specials)
+            structure = replace(structure, outer_grammar=outer)
         params = replace(params, structured_outputs=structure)
         problems = sampling_problems(params, vocab_size=None)
         if problems:
@@ -105,17 +145,32 @@ def read_output_format(
         field_names=names,
         reasoning_parser=find_reasoning_parser(state.config.parsers),
         tool_call_parser=find_tool_call_parser(state.config.parsers),
+        specials=model.tokenizer.specials,
     )
     _check_combination(result, body, model)
-    if choice == "required":
-        grammar = build_tool_call_grammar(schemas, parallel=parallel)
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if result.is_harmony and choice in ("required", "named"):
+        tools_called = {name: schemas[name]} if name else schemas
+        grammar = build_harmony_calls_grammar(tools_called, result.specials)
+        structure = StructuredOutputsParams(grammar=grammar)
+    elif choice == "required":
+        grammar = build_json_calls_grammar(schemas, parallel=parallel)
         structure = StructuredOutputsParams(grammar=grammar)
     elif choice == "named":
         structure = StructuredOutputsParams(json=json.dumps(schemas[name]))
+    elif choice == "auto" and (is_strict or not (parallel or result.is_harmony)):
+        _check_enforceable(result, body, is_strict=is_strict)
+        grammar = build_optional_calls_grammar(
+            result.tool_call_parser or "",
+            {tool["function"]["name"]: _enforced_parameters(tool) for tool in tools},
+            result.specials,
+            parallel=parallel,
+        )
+        structure = StructuredOutputsParams(grammar=grammar)
     else:
         return result
     names = {r"structured_outputs\.(json|grammar)": "tools"}
-    return replace(result, structure=structure, field_names=names)
+    return replace(result, structure=structure, field_names=names, enforces_calls=True)
 
 
 def _check_combination(output: OutputFormat, body: Mapping[str, Any], model: ServedModel) -> None:
@@ -153,6 +208,30 @@ def _check_combination(output: OutputFormat, body: Mapping[str, Any], model: Ser
             'the server with a --template that does, or use tool_choice "required" or "none".',
             "tools",
         )
+
+
+def _check_enforceable(output: OutputFormat, body: Mapping[str, Any], *, is_strict: bool) -> None:
+    """Check that a grammar can enforce strict tools, or a single call, where calls are optional."""
+    field, value = ("strict", True) if is_strict else ("parallel_tool_calls", False)
+    param = "tools" if is_strict else field
+    if body.get("structured_outputs") is not None:
+        raise invalid(
+            f"{field}={json.dumps(value)} and structured_outputs both define the output. Remove "
+            "one of them.",
+            param,
+        )
+    if is_strict and output.tool_call_parser == "qwen3-coder":
+        raise invalid(
+            "strict=true with tool_choice=auto is not supported with the parser qwen3-coder, whose "
+            'arguments are not JSON. Use strict=false, or tool_choice "required".',
+            param,
+        )
+
+
+def _enforced_parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON schema that the arguments of a tool must have: any object if it is not
+    strict."""
+    return _parameters(tool) if tool["function"].get("strict") else {"type": "object"}
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:  # JSON
@@ -193,6 +272,8 @@ def _tool_problem(tool: Any, names: set[str]) -> str | None:  # JSON
         )
     if name in names:
         return f".function.name={name!r} occurs twice."
+    if not isinstance(function.get("strict"), bool | None):
+        return f".function.strict={function['strict']!r:.60} must be true or false."
     if parameters is None:
         return None
     is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"

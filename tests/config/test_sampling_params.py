@@ -72,6 +72,10 @@ TYPES: dict[str, tuple[Any, str]] = {
         None,
         "skip_special_tokens=None must be true or false. Use true.",
     ),
+    "visible_special_tokens": (
+        "x",
+        'visible_special_tokens=x must be a list of texts. Use ["</think>"].',
+    ),
     "seed": (1.0, "seed=1.0 must be an integer. Use 1234."),
     "logprobs": (True, "logprobs=True must be an integer. Use 5."),
     "prompt_logprobs": ("5", "prompt_logprobs=5 must be an integer. Use 5."),

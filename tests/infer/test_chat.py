@@ -15,10 +15,11 @@ from megalith.errors import ConfigError, DataError
 from megalith.hf.convert import find_turn_end
 from megalith.hf.peft import AdaptedWeights
 from megalith.hf.pretrained import Pretrained
-from megalith.infer.chat import Chat, select_template, with_turn_end
+from megalith.infer.chat import Chat, select_template
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import TokenOutput
+from megalith.infer.stopping_criteria import add_turn_end
 from megalith.models.decoder import Decoder
 
 NOTHING: Any = None  # weights that nobody reads
@@ -30,21 +31,21 @@ def test_turn_ends_at_a_token_or_at_its_text() -> None:
     specials = {"eos_token": "<|endoftext|>"}
     assert find_turn_end(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
         frozenset({256}),
-        "",
+        (),
     )
     assert find_turn_end(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (
         frozenset(),
-        "<|im_end|>",
+        ("<|im_end|>",),
     )
 
 
 def test_too_many_stop_strings_with_a_turn_end_are_rejected() -> None:
     chatml, tokenizer = ChatTemplate("t", BUILT_IN["chatml"], {}), ByteTokenizer()
     stops = tuple(f"stop {index}" for index in range(16))
-    params = with_turn_end(replace(GREEDY, stop=stops[:15]), chatml, tokenizer)
+    params = add_turn_end(replace(GREEDY, stop=stops[:15]), *find_turn_end(chatml, tokenizer))
     assert params.stop == (*stops[:15], "<|im_end|>")
-    with pytest.raises(ConfigError, match="stop has 16 texts, and the chat template adds one"):
-        with_turn_end(replace(GREEDY, stop=stops), chatml, tokenizer)
+    with pytest.raises(ConfigError, match="stop has 16 texts, and the chat template adds 1; "):
+        add_turn_end(replace(GREEDY, stop=stops), *find_turn_end(chatml, tokenizer))
 
 
 def new_chat(model: Decoder, template: str = "chatml", system: str | None = None) -> Chat:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalith.infer.parsers.parsed_text import ParsedText, ToolCall
+from megalith.infer.parsers.harmony import MAX_HEADER_CHARACTERS, HarmonyParser
+from megalith.infer.parsers.parsed_text import MarkerRemover, ParsedText, ToolCall
 from megalith.infer.parsers.reasoning import ThinkParser
 from megalith.infer.parsers.registry import (
     TOOL_CALL_FORMATS,
@@ -135,8 +136,51 @@ CODER_CASES: list[tuple[str, str, list[ToolCall]]] = [
     ),
     ("<tool_call>\n<function=add>", "<tool_call>\n<function=add>", []),
 ]
+
+
+def message(header: str, text: str, end: str = "end") -> str:
+    return f"<|channel|>{header}<|message|>{text}<|{end}|>"
+
+
+NEXT = "<|start|>assistant"
+FUNCTION = "commentary to=functions.add <|constrain|>json"
+ARGUMENTS = '{"a": 1, "text": "x}é<"}'
+THOUGHT = message("analysis", "so ")
+HARMONY_CASES: list[tuple[str, str, str, list[ToolCall]]] = [
+    (f"{THOUGHT}{NEXT}{message('final', 'Hi <b>')}", "so ", "Hi <b>", []),
+    (f"{THOUGHT}{NEXT}<|channel|>final<|message|>Hi", "so ", "Hi", []),
+    (
+        f"{THOUGHT}{NEXT}{message('commentary', 'Adding.')}{NEXT}"
+        f"{message(FUNCTION, ARGUMENTS, 'call')}",
+        "so ",
+        "Adding.",
+        [ADDED],
+    ),
+    (f"<|channel|>{FUNCTION}<|message|>{ARGUMENTS}", "", "", [ADDED]),
+    (f" to=functions.now{message('commentary', '', 'call')}", "", "", [NOW]),
+    (f"{NEXT} to=functions.add{message('analysis json', ARGUMENTS, 'call')}", "", "", [ADDED]),
+    (message("analysis", "a") + NEXT + message("analysis", "b"), "a\nb", "", []),
+    (message("commentary", "a") + NEXT + message("final", "b", "return"), "", "a\nb", []),
+    (message("analysis to=python code", "1 + 1", "call"), "1 + 1", "", []),
+    # malformed
+    ("plain text", "", "plain text", []),
+    (" \n text", "", " \n text", []),
+    ("<b>bold</b>", "", "<b>bold</b>", []),
+    ("t", "", "t", []),
+    ("", "", "", []),
+    ("<|channel|>anal", "", "", []),
+    ("<|message|>a", "", "a", []),
+    ("<|channel|>final<|message|>a<|channel|>analysis<|message|>b", "b", "a", []),
+    ("<|channel|>final<|message|>a<|start|>assistant<|channel|>", "", "a", []),
+    (message("commentary to=functions.other", "{}", "call"), "", "{}", []),
+    (message(FUNCTION, '{"a": ', "call"), "", '{"a": ', []),
+    (message(FUNCTION, "[1]", "call") + NEXT + message("final", "b"), "", "[1]\nb", []),
+    ("<|channel|>" + "x" * MAX_HEADER_CHARACTERS, "", "x" * MAX_HEADER_CHARACTERS, []),
+    ("<|channel|>" * 40, "", "", []),
+]
 CASES = [
     *[("hermes", *case) for case in HERMES_CASES],
+    *[("gpt-oss", text, content, calls) for text, _, content, calls in HARMONY_CASES],
     *[("json", *case) for case in JSON_CASES],
     *[("llama3-json", *case) for case in JSON_CASES],
     *[("qwen3-coder", *case) for case in CODER_CASES],
@@ -149,7 +193,8 @@ CASES = [
 def test_calls_and_content_of_the_whole_text(case: tuple[str, str, str, list[ToolCall]]) -> None:
     kind, text, content, calls = case
     result = parse(build(kind), [text])
-    assert (result.content, result.tool_calls, result.reasoning) == (content, calls, "")
+    assert (result.content, result.tool_calls) == (content, calls)
+    assert kind == "gpt-oss" or result.reasoning == ""
     assert all(isinstance(json.loads(call.arguments), dict) for call in result.tool_calls)
 
 
@@ -174,6 +219,31 @@ def test_reasoning_and_content_of_the_whole_text(case: tuple[str, str, str]) -> 
     assert (result.reasoning, result.content) == (reasoning, content)
 
 
+@loop_over("case", HARMONY_CASES)
+def test_reasoning_of_harmony_messages(case: tuple[str, str, str, list[ToolCall]]) -> None:
+    assert parse(build("gpt-oss"), [case[0]]).reasoning == case[1]
+
+
+@loop_over("seed", range(40))
+def test_any_sequence_of_harmony_markers_is_parsed_alike_in_pieces(seed: int) -> None:
+    generator = random.Random(seed)
+    pieces = [*HarmonyParser.markers, "final", "analysis", " to=functions.add", "{}", "a", " ", "<"]
+    for _ in range(8):
+        text = "".join(generator.choices([*pieces, "x" * 130], k=generator.randrange(12)))
+        expected = parse(build("gpt-oss"), [text])
+        assert parse(build("gpt-oss"), split_randomly(text, generator)) == expected, text
+        assert parse(build("gpt-oss"), list(text)) == expected, text
+
+
+def test_markers_are_removed_across_pieces() -> None:
+    remover = MarkerRemover(("<a>", "<abc>"))
+    pieces = [remover.push(text) for text in ("x<", "a", "bc>y<a><", "q<ab")]
+    assert [*pieces, remover.push("", is_end=True)] == ["x", "", "y", "<q", "<ab"]
+    parser = OutputParser(ThinkParser(), None, hidden=ThinkParser.markers)
+    result = parse(parser, ["<think>a<think>b</think>c</thi", "nk>d"])
+    assert result == ParsedText(content="cd", reasoning="ab")
+
+
 def split_randomly(text: str, generator: random.Random) -> list[str]:
     """Pieces of a text, some of them empty."""
     cuts = sorted(generator.choices(range(len(text) + 1), k=generator.randrange(len(text) + 2)))
@@ -184,7 +254,7 @@ def split_randomly(text: str, generator: random.Random) -> list[str]:
 def test_every_split_of_a_text_has_the_same_result(seed: int) -> None:
     generator = random.Random(seed)
     for kind, text, *_ in CASES:
-        for reasoning in (False, True):
+        for reasoning in (False, True) if kind != "gpt-oss" else (False,):
             whole = f"{generator.choice(THINKING)[0]}</think>\n{text}" if reasoning else text
             expected = parse(build(kind, reasoning=reasoning), [whole])
             pieces = split_randomly(whole, generator)
@@ -207,6 +277,7 @@ def test_prompt_that_ends_the_reasoning_disables_it() -> None:
 
 
 def test_parsers_are_selected_by_kind() -> None:
+    assert find_reasoning_parser(("gpt-oss",)) == find_tool_call_parser(("gpt-oss",)) == "gpt-oss"
     names = ("hermes", "qwen3")
     assert (find_reasoning_parser(names), find_tool_call_parser(names)) == ("qwen3", "hermes")
     assert find_reasoning_parser(()) is find_tool_call_parser(("qwen3",)) is None
@@ -222,6 +293,8 @@ def test_long_call_in_small_pieces(kind: str) -> None:
     value = "x" * 20_000
     call = {"name": "add", "arguments": {"text": value}}
     text = coder("add", text=value) if kind == "qwen3-coder" else json.dumps(call)
+    if kind == "gpt-oss":
+        text = message(FUNCTION, json.dumps(call["arguments"]), "call")
     result = parse(build(kind), list(hermes(text) if kind == "hermes" else text))
     assert [json.loads(one.arguments) for one in result.tool_calls] == [{"text": value}]
 

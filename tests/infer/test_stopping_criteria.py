@@ -186,6 +186,8 @@ def test_special_tokens_are_part_of_the_text_on_request() -> None:
     for skip, text in ((True, "ab"), (False, "a<|endoftext|>b")):
         stream = TextStream(ByteTokenizer(), skip_special_tokens=skip)
         assert "".join(stream.push(token) for token in ids) + stream.finish() == text
+    stream = TextStream(ByteTokenizer(), visible_special_tokens=("<|endoftext|>",))
+    assert "".join(stream.push(token) for token in ids) == "a<|endoftext|>b"
     stream = TextStream(ByteTokenizer(), skip_special_tokens=False, stop=("oftext",))
     assert [stream.push(token) for token in ids] == ["a", "<|end", ""]
 

@@ -19,6 +19,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.infer import structured_output
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import Completion
+from megalith.infer.parsers.grammars import allow_reasoning
 from megalith.infer.structured_output import GrammarCompiler, GrammarState, compute_masks
 from tests.cases import loop_over
 from tests.infer.engines import build, run
@@ -191,7 +192,8 @@ def test_grammar_in_lark_syntax(engine: InferenceEngine) -> None:
 
 
 def test_structure_begins_after_the_reasoning(engine: InferenceEngine) -> None:
-    params = replace(sampled(regex="[ab]{4}", reasoning_end="q"), logit_bias=((113, 5.0),))
+    outer = allow_reasoning("q", {})
+    params = replace(sampled(regex="[ab]{4}", outer_grammar=outer), logit_bias=((113, 5.0),))
     texts = [one.text for one in generate(engine, replace(params, n=4))]
     for text in texts:
         _, _, answer = text.partition("q")
@@ -478,8 +480,8 @@ DEEP = '{"items": ' * 64 + '{"type": "null"}' + "}" * 64
         ({"choice": ["a", 1]}, r"choice=\('a', 1\) must be a list of texts."),
         ({"choice": ["a"] * 1025}, "structured_outputs.choice has 1025 texts, but the limit is"),
         ({"grammar": "a" * 262145}, "structured_outputs.grammar has 262145 bytes, but the limit"),
-        ({"regex": "a", "reasoning_end": ""}, "reasoning_end is an empty text, which ends nothing"),
-        ({"regex": "a", "reasoning_end": "q" * 257}, "has 257 characters, but the limit is 256."),
+        ({"regex": "a", "outer_grammar": "q"}, "outer_grammar=q does not refer to @structure. Use"),
+        ({"regex": "a", "outer_grammar": "@structure" * 410}, "has 4100 bytes, but the limit is"),
         ({"json_object": "yes"}, "structured_outputs.json_object=yes must be true or false."),
     ],
 )

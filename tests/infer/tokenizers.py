@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -80,4 +81,19 @@ def make_metaspace_tokenizer(folder: Path) -> Tokenizer:
         ]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+    return HuggingFaceTokenizer(str(folder))
+
+
+def make_marked_tokenizer(folder: Path, markers: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer whose tokens are bytes, and special tokens: markers and <|endoftext|>."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(
+        vocab={character: number for number, character in enumerate(alphabet)}, merges=[]
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", *markers])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     return HuggingFaceTokenizer(str(folder))

@@ -40,8 +40,12 @@ CONFIG = ModelConfig(
 )
 """Its tokens are bytes."""
 
+TOKENIZER = TokenizerConfig()
 
-def make_run(folder: Path, config: ModelConfig = CONFIG) -> Path:
+
+def make_run(
+    folder: Path, config: ModelConfig = CONFIG, tokenizer: TokenizerConfig = TOKENIZER
+) -> Path:
     """Write a run with one checkpoint of random weights."""
     model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
@@ -50,7 +54,7 @@ def make_run(folder: Path, config: ModelConfig = CONFIG) -> Path:
         CheckpointEntry(spec.shard, "param", getattr(module, name))
         for spec, module, name in iter_parameter_specs(model)
     ]
-    text = dump_yaml(release_run("run", config, TokenizerConfig(), folder))
+    text = dump_yaml(release_run("run", config, tokenizer, folder))
     save_checkpoint(
         folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text
     )

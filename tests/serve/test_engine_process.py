@@ -497,7 +497,7 @@ def test_generation_defaults_apply_to_fields_that_a_request_leaves_out() -> None
         template=None,
         template_error="none",
         turn_end_ids=[],
-        turn_end_text="",
+        turn_end_texts=[],
         max_model_len=100,
         vocab_size=257,
         hidden_size=12,

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
+from megalith.data.tokenizer import ByteTokenizer
 from megalith.serve.errors import ApiError
 from megalith.serve.tools import MAX_TOOLS, read_output_format, read_tools
 from tests.serve.servers import CONFIG, Server, make_run, running_server
@@ -320,6 +321,17 @@ BAD_REQUESTS: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "must be none, auto, required or a"),
     ({"tools": TOOLS, "tool_choice": FUNCTION_F}, "tool_choice", "Use one of add, now."),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
+    ({"tools": [tool(strict=1)]}, "tools", "tools[0].function.strict=1 must be true or false."),
+    (
+        {"tools": [tool(strict=True)], "structured_outputs": {"regex": "a"}},
+        "tools",
+        "strict=true and structured_outputs both define the output. Remove one of them.",
+    ),
+    (
+        {"tools": TOOLS, "parallel_tool_calls": False, "structured_outputs": {"regex": "a"}},
+        "parallel_tool_calls",
+        "parallel_tool_calls=false and structured_outputs both define the output.",
+    ),
     (
         {"tools": [tool(parameters={"properties": {"a": {"not": {}}}})], "tool_choice": FUNCTION_F},
         "tools",
@@ -441,7 +453,7 @@ def test_unknown_parsers_and_several_of_a_kind_are_reported() -> None:
             ("hermes2",),
             "--parsers=hermes2: there is no such parser. Did you mean hermes? Rea",
         ),
-        (("x",), "tool calls: hermes, json, llama3-json, qwen3-coder."),
+        (("x",), "tool calls: gpt-oss, hermes, json, llama3-json, qwen3-coder."),
         (("qwen3", "deepseek-r1"), "--parsers=qwen3 deepseek-r1: these are all for reasoning. Use"),
     ):
         (problem,) = serve_problems(ServeRun(server=ServeConfig(parsers=names)))
@@ -450,7 +462,9 @@ def test_unknown_parsers_and_several_of_a_kind_are_reported() -> None:
 
 
 def test_auto_tool_choice_needs_a_parser_and_a_template_with_tools() -> None:
-    model: Any = SimpleNamespace(template=ChatTemplate("chatml", BUILT_IN["chatml"]))
+    model: Any = SimpleNamespace(
+        template=ChatTemplate("chatml", BUILT_IN["chatml"]), tokenizer=ByteTokenizer()
+    )
     for names, param, message in (
         ((), "tool_choice", 'tool_choice="auto" needs a parser of tool calls: start the server'),
         (("json",), "tools", "the chat template chatml does not tell the model about tools. Start"),
@@ -461,3 +475,20 @@ def test_auto_tool_choice_needs_a_parser_and_a_template_with_tools() -> None:
         assert raised.value.param == param and message in raised.value.message
         output = read_output_format({"tools": TOOLS, "tool_choice": "required"}, model, state)
         assert output.structure is not None
+
+
+def test_strict_tools_need_a_parser_of_json_arguments() -> None:
+    model: Any = SimpleNamespace(template=ChatTemplate("t", TEMPLATE), tokenizer=ByteTokenizer())
+    state: Any = SimpleNamespace(config=ServeConfig(parsers=("qwen3-coder",)))
+    with pytest.raises(ApiError) as raised:
+        read_output_format({"tools": [tool(strict=True)]}, model, state)
+    assert raised.value.param == "tools"
+    assert "with the parser qwen3-coder, whose arguments are not JSON. Use" in raised.value.message
+    output = read_output_format({"tools": TOOLS, "parallel_tool_calls": False}, model, state)
+    assert output.structure is not None and output.enforces_calls
+    assert read_output_format({"tools": TOOLS}, model, state).structure is None
+    state.config = ServeConfig(parsers=("hermes",))
+    (_, now), strict = TOOLS, tool(strict=True, parameters=ADD)
+    structure = read_output_format({"tools": [strict, now]}, model, state).structure
+    assert structure is not None and structure.grammar is not None
+    assert "additionalProperties" in structure.grammar and "(open body)* TEXT" in structure.grammar

@@ -1,5 +1,7 @@
 """Reasoning in generated text: the part before the answer, between markers."""
 
+from typing import ClassVar
+
 from megalith.infer.parsers.parsed_text import ParsedText, split_at_marker
 
 THINK, END_THINK = "<think>", "</think>"
@@ -8,6 +10,8 @@ THINK, END_THINK = "<think>", "</think>"
 class ThinkParser:
     """Splits `<think>reasoning</think>answer`, as DeepSeek-R1, Qwen3 and Nemotron 3 write it; the
     first marker may be part of the prompt. Newlines next to the markers belong to neither part."""
+
+    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK)
 
     def __init__(self) -> None:
         self._buffer = ""

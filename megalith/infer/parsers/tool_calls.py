@@ -7,7 +7,7 @@ call is returned when it is complete; text that looks like a call but is none is
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megalith.infer.parsers.parsed_text import ParsedText, ToolCall, split_at_marker
 
@@ -18,6 +18,9 @@ PYTHON_TAG = "<|python_tag|>"
 
 class ToolCallParser(Protocol):
     """Finds tool calls in the text of one choice."""
+
+    markers: ClassVar[tuple[str, ...]]
+    """Texts of the format that are special tokens of some tokenizers."""
 
     def push(self, text: str) -> ParsedText:
         """Add text; return the parts that later text cannot change."""
@@ -64,6 +67,8 @@ def _to_json(arguments: Mapping[str, object]) -> str:
 class HermesParser:
     """Calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen 2.5 and
     Qwen3 write them. Whitespace around calls is not content."""
+
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -183,6 +188,7 @@ class JsonParser:
     """Calls as JSON objects {"name", "arguments" or "parameters"} at the start of the text, alone,
     in a list, or separated by semicolons, as Llama 3 writes them."""
 
+    markers: ClassVar[tuple[str, ...]] = (PYTHON_TAG,)
     _SEPARATORS = re.compile(r"[\s,;\[\]]*")
 
     def __init__(self, tools: Tools) -> None:
@@ -244,6 +250,8 @@ class JsonParser:
 
 class NamedCallParser:
     """The entire text is the arguments of one tool, enforced by a grammar."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, name: str) -> None:
         self._name, self._text = name, ""
