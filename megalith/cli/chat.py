@@ -18,7 +18,7 @@ from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
-from megalith.config.serve import EngineConfig, GenerateRun, engine_problems
+from megalith.config.serve import EngineConfig, GenerateRun, engine_problems, pipeline_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -91,8 +91,8 @@ class ChatOptions:
     """For adapters: their base model; default: the one that the adapters name."""
 
     nproc: int = 1
-    """Number of processes on this machine that share the model (tensor parallel); omit under
-    torchrun."""
+    """Number of processes on this machine that share the model: tensor parallel, in parallel.pp
+    pipeline stages; omit under torchrun."""
 
     input: str | None = None
     """File or named pipe with one turn per line; default: standard input."""
@@ -102,15 +102,16 @@ def main(argv: list[str]) -> int:
     """Run `megalith chat`."""
     rest, overrides = split_overrides(argv, GenerateRun)
     options = parse_options(ChatOptions, rest, prog="megalith chat", root=GenerateRun)
-    config = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides).engine
-    raise_all(option_problems(options) + engine_problems(config))
+    run = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides)
+    raise_all(option_problems(options) + engine_problems(run.engine))
+    raise_all(pipeline_problems(run.engine, run.parallel.pp))
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
-        return run_chat(options, config)
+        return run_chat(options, run)
     # report errors of the source once, not per worker
-    open_source(options.source, options.nproc, base=options.base)
+    open_source(options.source, options.nproc, base=options.base, parallel=run.parallel)
     words = ["chat", *build_worker_arguments(options), *join_overrides(overrides)]
     if options.input is not None:
         return run_workers(words, options.nproc)
@@ -169,7 +170,7 @@ def settings(options: ChatOptions) -> SamplingParams:
     )
 
 
-def run_chat(options: ChatOptions, config: EngineConfig) -> int:
+def run_chat(options: ChatOptions, run: GenerateRun) -> int:
     """Load the model and chat, as one rank of the job that the environment describes; rank 0
     reads input and prints."""
     from megalith.infer.load import open_source
@@ -183,14 +184,14 @@ def run_chat(options: ChatOptions, config: EngineConfig) -> int:
     from megalith.parallel.group import gather_objects
 
     worker = Worker.from_environment(os.environ)
-    source = open_source(options.source, worker.world, base=options.base)
+    source = open_source(options.source, worker.world, base=options.base, parallel=run.parallel)
     set_threads(worker, None)
     world_group = connect(worker, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        check_consistent_settings(asdict(options) | {"engine": to_dict(config)}, world_group)
+        check_consistent_settings(asdict(options) | {"run": to_dict(run)}, world_group)
         if worker.rank == 0:
             print_warnings(source)
-        chat = open_chat(options, config, source, worker)
+        chat = open_chat(options, run, source, worker)
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
             forgiving = gather_objects(turns is not None and turns.person, world_group)[0] is True
             for line in read_lines(turns, world_group):
@@ -209,32 +210,30 @@ def run_chat(options: ChatOptions, config: EngineConfig) -> int:
 
 
 def open_chat(
-    options: ChatOptions, config: EngineConfig, source: "Pretrained", worker: "Worker"
+    options: ChatOptions, run: GenerateRun, source: "Pretrained", worker: "Worker"
 ) -> "Chat":
     """Load this rank's model for chat; a missing template is reported before weights are read."""
     import torch
 
     from megalith.data.tokenizer import build_tokenizer
     from megalith.infer.chat import Chat, select_template
-    from megalith.infer.load import generation_layout, load_text_generator
-    from megalith.parallel.mesh import build_mesh
-    from megalith.plan.grid import model_grid
+    from megalith.infer.load import build_generation_mesh, load_text_generator
 
     template = select_template(source, build_tokenizer(source.tokenizer), options.template)
-    grid = model_grid(generation_layout(source.model, worker.world), source.model, worker.world)
+    mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
     dtype: torch.dtype = getattr(
         torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
     )
     generator = load_text_generator(
         source,
-        build_mesh(grid, rank=worker.rank),
+        mesh,
         worker.device,
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-        config=config,
+        config=run.engine,
     )
-    return Chat(generator, template, settings(options), config, options.system)
+    return Chat(generator, template, settings(options), run.engine, options.system)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from megalith.cli.output import print_json, print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig, GenerateRun, engine_problems
+from megalith.config.serve import GenerateRun, engine_problems, pipeline_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -91,8 +91,8 @@ class GenerateOptions:
     """For adapters: their base model; default: the one that the adapters name."""
 
     nproc: int = 1
-    """Number of processes on this machine that share the model (tensor parallel); omit under
-    torchrun."""
+    """Number of processes on this machine that share the model: tensor parallel, in parallel.pp
+    pipeline stages; omit under torchrun."""
 
     json: bool = False
     """Print one JSON document at the end instead of streaming text."""
@@ -102,15 +102,16 @@ def main(argv: list[str]) -> int:
     """Run `megalith generate`."""
     rest, overrides = split_overrides(argv, GenerateRun)
     options = parse_options(GenerateOptions, rest, prog="megalith generate", root=GenerateRun)
-    config = apply_overrides(GenerateRun(), overrides).engine
-    raise_all(option_problems(options) + engine_problems(config))
+    run = apply_overrides(GenerateRun(), overrides)
+    raise_all(option_problems(options) + engine_problems(run.engine))
+    raise_all(pipeline_problems(run.engine, run.parallel.pp))
     prompts = read_prompts(options)
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
-        return write(options, prompts, config)
-    path = open_source(options.source, options.nproc, base=options.base).path
+        return write(options, prompts, run)
+    path = open_source(options.source, options.nproc, base=options.base, parallel=run.parallel).path
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
         # workers cannot share standard input
         file = Path(folder) / "prompts.jsonl"
@@ -161,7 +162,7 @@ def build_worker_arguments(options: GenerateOptions, source: Path, file: Path) -
     return words
 
 
-def write(options: GenerateOptions, prompts: Sequence[str], config: EngineConfig) -> int:
+def write(options: GenerateOptions, prompts: Sequence[str], run: GenerateRun) -> int:
     """Load the model and generate, as one rank of the job that the environment describes; rank 0
     prints."""
     from megalith.infer.load import open_source
@@ -174,15 +175,15 @@ def write(options: GenerateOptions, prompts: Sequence[str], config: EngineConfig
     )
 
     worker = Worker.from_environment(os.environ)
-    source = open_source(options.source, worker.world, base=options.base)
+    source = open_source(options.source, worker.world, base=options.base, parallel=run.parallel)
     set_threads(worker, None)
     world_group = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
-        arguments = {"prompts": list(prompts), "engine": to_dict(config)}
+        arguments = {"prompts": list(prompts), "run": to_dict(run)}
         check_consistent_settings(asdict(options) | arguments, world_group)
         if worker.rank == 0:
             print_warnings(source)
-        transcripts, seconds = generate_all(options, prompts, config, source, worker)
+        transcripts, seconds = generate_all(options, prompts, run, source, worker)
     except BaseException:
         disconnect(worker, failed=True)
         raise
@@ -197,7 +198,7 @@ def write(options: GenerateOptions, prompts: Sequence[str], config: EngineConfig
 def generate_all(
     options: GenerateOptions,
     prompts: Sequence[str],
-    config: EngineConfig,
+    run: GenerateRun,
     source: "Pretrained",
     worker: "Worker",
 ) -> "tuple[list[Transcript], float]":
@@ -206,26 +207,24 @@ def generate_all(
     import torch
 
     from megalith.infer.generate import generate_text
-    from megalith.infer.load import generation_layout, load_text_generator
-    from megalith.parallel.mesh import build_mesh
-    from megalith.plan.grid import model_grid
+    from megalith.infer.load import build_generation_mesh, load_text_generator
 
-    grid = model_grid(generation_layout(source.model, worker.world), source.model, worker.world)
+    mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
     dtype: torch.dtype = getattr(
         torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
     )
     generator = load_text_generator(
         source,
-        build_mesh(grid, rank=worker.rank),
+        mesh,
         worker.device,
         dtype,
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-        config=config,
+        config=run.engine,
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
-    transcripts = generate_text(generator, prompts, settings(options), show=show, config=config)
+    transcripts = generate_text(generator, prompts, settings(options), show=show, config=run.engine)
     return transcripts, time.perf_counter() - started
 
 

@@ -66,7 +66,7 @@ class ServeOptions:
     """File with the private key of the certificate."""
 
     nproc: int = 1
-    """Number of processes that share the model (tensor parallel)."""
+    """Number of processes that share the model: tensor parallel, in parallel.pp pipeline stages."""
 
     template: str | None = None
     """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
@@ -129,6 +129,7 @@ def main(argv: list[str]) -> int:
     settings = {
         "source": options.source,
         "engine": to_dict(run.engine),
+        "parallel": to_dict(run.parallel),
         "kernels": to_dict(run)["kernels"],
         "served_model_name": name,
         "base": options.base,

@@ -7,7 +7,13 @@ from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig, Pooling, speculation_problems
+from megalith.config.serve import (
+    EngineConfig,
+    InferenceParallelConfig,
+    Pooling,
+    pipeline_problems,
+    speculation_problems,
+)
 from megalith.errors import did_you_mean
 
 MIB = 2**20
@@ -95,6 +101,7 @@ class ServeRun:
     """Settings of `megalith serve`."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+    parallel: InferenceParallelConfig = field(default_factory=InferenceParallelConfig)
     server: ServeConfig = field(default_factory=ServeConfig)
     kernels: KernelSetting = "auto"
     """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
@@ -105,6 +112,7 @@ def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
     problems = range_problems(run) + speculation_problems(run.engine.speculation)
+    problems += pipeline_problems(run.engine, run.parallel.pp)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(
             f"--ssl-certfile={server.ssl_certfile} with --ssl-keyfile={server.ssl_keyfile}: TLS "

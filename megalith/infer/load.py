@@ -71,8 +71,8 @@ from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_op
 from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.observe.limits import free_memory
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
-from megalith.parallel.mesh import Mesh
-from megalith.plan.grid import divisors
+from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.plan.grid import divisors, model_grid
 from megalith.plan.kernels import find_backend_spec, why_not
 from megalith.plan.stages import plan_stages
 from megalith.rules.moe import expert_layout_problems
@@ -183,6 +183,14 @@ def generation_layout(
     layout = ParallelConfig(tp=tp, pp=parallel.pp, pipeline=generation_pipeline(model, parallel.pp))
     whole_experts = model.moe is not None and model.moe.num_experts % tp == 0
     return replace(layout, ep=tp, etp=1) if whole_experts else layout
+
+
+def build_generation_mesh(
+    model: ModelConfig, parallel: InferenceParallelConfig, *, rank: int, world: int
+) -> Mesh:
+    """Return the mesh of this rank. Collective over the world."""
+    layout = generation_layout(model, world, parallel)
+    return build_mesh(model_grid(layout, model, world), rank=rank)
 
 
 def generation_pipeline(model: ModelConfig, pp: int) -> PipelineConfig:

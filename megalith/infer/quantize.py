@@ -15,6 +15,7 @@ from megalith.hf.folder import Weights
 from megalith.kernels.grouped_linear import GroupedMatmulOps
 from megalith.kernels.linear import PLAIN, MatmulOps, stacked
 from megalith.models.decoder import Decoder
+from megalith.parallel.tensor import VocabParallelHead
 from megalith.plan.shards import Box, Shard, split_range_into_boxes
 from megalith.precision.int8 import Int8GroupedMatmulOps, Int8MatmulOps, quantize_int8
 
@@ -53,8 +54,8 @@ class QuantizedWeights(NamedTuple):
 def iter_quantized_weights(model: Decoder) -> Iterator[QuantizedWeights]:
     """Yield the weights of every layer with int8 matmuls."""
     for module in model.modules():
-        if module is model.head:
-            matmul_ops: object = model.head.vocab.matmul_ops
+        if isinstance(module, VocabParallelHead):
+            matmul_ops: object = module.vocab.matmul_ops
         else:
             matmul_ops = getattr(module, "matmul_ops", None)
         if isinstance(matmul_ops, Int8MatmulOps | Int8GroupedMatmulOps):

@@ -200,23 +200,6 @@ def gather_objects(value: object, group: Group) -> list[object]:
     return values
 
 
-def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return the bytes of the first rank of the group on every rank; the `data` of the others is
-    ignored."""
-    if group.size == 1:
-        return data
-    entry = record_collective(group, "broadcast_bytes")
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, group=group.handle, group_src=0)
-    content = bytearray(data if group.rank == 0 else int(size))
-    if content:
-        dist.broadcast(
-            torch.frombuffer(content, dtype=torch.uint8), group=group.handle, group_src=0
-        )
-    mark_finished(entry)
-    return bytes(content)
-
-
 def barrier(group: Group) -> None:
     """Wait until every rank of `group` reaches this call."""
     if group.size > 1:

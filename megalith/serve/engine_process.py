@@ -30,14 +30,12 @@ from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.load import (
     TextGenerator,
     build_engine,
-    generation_layout,
+    build_generation_mesh,
     load_text_generator,
     open_source,
 )
 from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
-from megalith.parallel.mesh import build_mesh
-from megalith.plan.grid import model_grid
 from megalith.serve.engine_server import EngineServer
 from megalith.serve.metrics import AccessLog, EngineMetrics
 from megalith.serve.model_info import ModelInfo
@@ -68,6 +66,9 @@ class EngineSettings:
     engine: dict[str, Any]
     """EngineConfig as plain data."""
 
+    parallel: dict[str, Any]
+    """InferenceParallelConfig as plain data."""
+
     served_model_name: str
     """Label of the metrics."""
 
@@ -79,7 +80,7 @@ class EngineSettings:
     template: str | None = None
     log_requests: bool = False
     nproc: int = 1
-    """Tensor-parallel ranks."""
+    """Number of ranks."""
 
 
 def load_engine(
@@ -90,15 +91,15 @@ def load_engine(
     Raises:
         UserError: the model cannot be served.
     """
-    run = from_dict(ServeRun, {"engine": settings.engine, "kernels": settings.kernels})
-    source = open_source(settings.source, worker.world, base=settings.base)
+    parts = {"engine": settings.engine, "parallel": settings.parallel, "kernels": settings.kernels}
+    run = from_dict(ServeRun, parts)
+    source = open_source(settings.source, worker.world, base=settings.base, parallel=run.parallel)
     set_threads(worker, None)
-    layout = generation_layout(source.model, worker.world)
-    grid = model_grid(layout, source.model, worker.world)
+    mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
     name = settings.dtype or ("float32" if worker.device.type == "cpu" else "bfloat16")
     generator = load_text_generator(
         source,
-        build_mesh(grid, rank=worker.rank),
+        mesh,
         worker.device,
         getattr(torch, name),
         kernels=run.kernels,

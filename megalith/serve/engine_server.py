@@ -23,7 +23,8 @@ from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import TokenLogprobs
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
-from megalith.parallel.group import Group, broadcast_bytes, single_rank_group
+from megalith.parallel.group import Group, single_rank_group
+from megalith.parallel.p2p import ByteBroadcast
 from megalith.serve.metrics import EngineMetrics
 from megalith.serve.protocol import (
     AbortRequest,
@@ -98,6 +99,7 @@ class EngineServer:
     ) -> None:
         """`socket`: None on all ranks but the first of `ranks`."""
         self.engine, self._socket, self._metrics, self._ranks = engine, socket, metrics, ranks
+        self._broadcast = ByteBroadcast(ranks, 0)
         self._codec = Codec()
         self._requests: dict[int, _ClientRequest] = {}
         """By the engine's number."""
@@ -165,11 +167,11 @@ class EngineServer:
             messages += self._find_expired(messages)
         if self._ranks.size == 1:
             return messages
-        frames = [self._codec.encode(message) for message in messages]
-        return [
-            self._codec.decode(frame)
-            for frame in split_frames(broadcast_bytes(join_frames(frames), self._ranks))
-        ]
+        if self._socket is None:
+            frames = split_frames(self._broadcast.receive())
+            return [self._codec.decode(frame) for frame in frames]
+        self._broadcast.send(join_frames([self._codec.encode(message) for message in messages]))
+        return messages
 
     def _accept(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages without requests that are rejected or whose grammar is compiled

@@ -24,6 +24,7 @@ from megalith.cli.chat import (
 from megalith.cli.main import main
 from megalith.config.data import BUILT_IN_TEMPLATES, DataConfig, SFTConfig, TokenizerConfig
 from megalith.config.model import ModelConfig
+from megalith.config.serve import GenerateRun
 from megalith.config.tree import dump_yaml
 from megalith.hf.release import release_run
 from megalith.infer.load import open_source
@@ -212,7 +213,7 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
 ) -> None:
     options = parse_options(ChatOptions, [tuned, "--max-new-tokens", "30", "--greedy"], prog="x")
     worker = Worker.from_environment({})
-    run_chat = open_chat(options, ONE_SEQUENCE, open_source(tuned, 1), worker)
+    run_chat = open_chat(options, GenerateRun(engine=ONE_SEQUENCE), open_source(tuned, 1), worker)
     shown: list[str] = []
 
     def impatient(text: str) -> None:
@@ -231,7 +232,7 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
     before = list(run_chat.messages)
     monkeypatch.setattr(command, "print_now", shown.append)
     handle_turn(run_chat, "xyz", first=True)
-    again = open_chat(options, ONE_SEQUENCE, open_source(tuned, 1), worker)
+    again = open_chat(options, GenerateRun(engine=ONE_SEQUENCE), open_source(tuned, 1), worker)
     again.messages = before
     assert again.reply("xyz", lambda text: None) == run_chat.messages[-1]["content"], (
         "what was read is still right"

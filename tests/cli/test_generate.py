@@ -217,6 +217,24 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
             ["RUN", "--nproc", "5"],
             "equal number of processes per KV head. Set --nproc to one of 1, 2, 4, 6.",
         ),
+        (
+            ["RUN", "--parallel.pp", "2"],
+            "parallel.pp=2 with --nproc=1: every stage has equally many processes. Set --nproc to "
+            "a multiple of 2.",
+        ),
+        (
+            ["RUN", "--nproc", "9", "--parallel.pp", "9"],
+            "every stage has a layer. Set parallel.pp to at most",
+        ),
+        (
+            ["RUN", "--nproc", "4", "--parallel.pp", "2", "--parallel.tp", "1"],
+            "parallel.tp=1 and parallel.pp=2 with --nproc=4: tp x pp is the number of processes. "
+            "Set --nproc to 2.",
+        ),
+        (
+            ["RUN", "--nproc", "2", "--parallel.pp", "2", "--engine.speculation.method", "mtp"],
+            "speculation.method=mtp with parallel.pp=2: drafts are proposed by one stage.",
+        ),
         (["RUN", "x" * 64], "prompt 1: the prompt has 64 tokens, but the context is 64"),
         (
             ["RUN", "--tempreature", "1"],

@@ -1,4 +1,4 @@
-"""A server whose engine runs on two tensor-parallel ranks."""
+"""A server whose engine runs on two tensor-parallel ranks, or on two pipeline stages."""
 
 import os
 import signal
@@ -29,9 +29,13 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in shown.stdout.split()]
 
 
-def test_two_ranks_serve_the_completions_of_one_process(run: Path, server: Server) -> None:
+@pytest.mark.parametrize("layout", [(), ("--parallel.pp", "2")])
+def test_two_ranks_serve_the_completions_of_one_process(
+    layout: tuple[str, ...], run: Path, server: Server
+) -> None:
     expected = server.post("/v1/completions", PROMPT).raise_for_status().json()["choices"]
-    with running_server(run, "--nproc", "2", "--served-model-name", "tiny") as ranks:
+    options = ("--nproc", "2", *layout, "--served-model-name", "tiny")
+    with running_server(run, *options) as ranks:
         answers = [ranks.post("/v1/completions", PROMPT).raise_for_status() for _ in range(2)]
         for answer in answers:
             for choice, other in zip(answer.json()["choices"], expected, strict=True):
