@@ -36,6 +36,7 @@ from megalith.hf.pretrained import (
     open_pretrained,
 )
 from megalith.hf.release import release_run
+from megalith.infer.adapters import AdapterManager
 from megalith.infer.batch_invariance import check_batch_invariance
 from megalith.infer.cache import CachePlan, PagedKVCache, plan_cache, plan_pool
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
@@ -62,6 +63,7 @@ from megalith.kernels.backend import select_backends, unavailable_backends
 from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
+from megalith.nn.batched_lora import StepAdapters
 from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_ops
 from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.observe.limits import free_memory
@@ -101,6 +103,9 @@ class TextGenerator:
 
     draft_model: Decoder | None = None
     """Smaller model that proposes draft tokens."""
+
+    step_adapters: StepAdapters | None = None
+    """Adapters of the tokens of a step; None: the model was built without."""
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
@@ -204,7 +209,7 @@ def load_text_generator(
     draft_model = None
     if config.speculation.draft_model is not None:
         opened = open_draft_model(config.speculation.draft_model, source.model, mesh.tp.size)
-        draft_config = replace(config, speculation=SpeculationConfig())
+        draft_config = replace(config, speculation=SpeculationConfig(), max_adapters=0, adapters=())
         draft = load_text_generator(
             opened, mesh, device, dtype, kernels=kernels, config=draft_config
         )
@@ -214,6 +219,12 @@ def load_text_generator(
     model_config = source.model
     if config.speculation.method != "mtp":
         model_config = replace(model_config, mtp=MTPConfig())
+    step_adapters = None if config.max_adapters == 0 else StepAdapters()
+    if step_adapters is not None and mlp_chunks > 1:
+        raise ConfigError(
+            f"--mlp-chunks={mlp_chunks} with max_adapters={config.max_adapters}: chunks of MLPs "
+            "have no adapters. Remove --mlp-chunks, or set max_adapters to 0."
+        )
     quantizes = config.quantization == "int8"
     if quantizes:
         check_int8_supported(device, backends)
@@ -223,6 +234,7 @@ def load_text_generator(
         dtype=dtype,
         backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
+        step_adapters=step_adapters,
         build_matmul_ops=build_int8_matmul_ops if quantizes else plain_matmul_ops,
         build_grouped_matmul_ops=(
             build_int8_grouped_matmul_ops if quantizes else fastest_matmul_ops
@@ -239,6 +251,7 @@ def load_text_generator(
         source=source,
         quantization=config.quantization,
         draft_model=draft_model,
+        step_adapters=step_adapters,
     )
 
 
@@ -362,7 +375,8 @@ def build_engine(
     if config.batch_invariant:
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
-    runner = ModelRunner(model, cache, limits=limits)
+    adapters = build_adapter_manager(generator, config)
+    runner = ModelRunner(model, cache, limits=limits, adapters=adapters)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
@@ -378,10 +392,35 @@ def build_engine(
     if config.batch_invariant:
         check_batch_invariance(build(()))
     engine = build(callbacks)
+    for entry in config.adapters:
+        engine.load_adapter(*entry.split("=", 1))
     logger.info("%s", engine.describe())
     if config.max_model_len is None:
         _warn_if_context_is_reduced(size.max_model_len, model.config, config)
     return engine
+
+
+def build_adapter_manager(generator: TextGenerator, config: EngineConfig) -> AdapterManager | None:
+    """Return the adapters of an engine, none of them loaded; None if it holds none.
+
+    Raises:
+        ConfigError: the generator was loaded without them.
+    """
+    if config.max_adapters == 0:
+        return None
+    if generator.step_adapters is None or generator.source is None:
+        raise ConfigError(
+            f"max_adapters={config.max_adapters}: the model was loaded without adapters. Pass the "
+            "same config to load_generator."
+        )
+    return AdapterManager(
+        generator.model,
+        generator.step_adapters,
+        generator.source,
+        generator.model.tp_comm.group,
+        max_adapters=config.max_adapters,
+        max_rank=config.max_lora_rank,
+    )
 
 
 def _warn_if_context_is_reduced(

@@ -1,12 +1,14 @@
 """Executes the planned steps of the scheduler: one forward pass over the tokens of all rows."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
@@ -64,11 +66,16 @@ class ModelRunner:
     """Runs the model on this rank; every tensor-parallel rank executes the same plans."""
 
     def __init__(
-        self, model: Decoder, cache: PagedKVCache, *, limits: SmallBatchLimits = NO_ROWS
+        self,
+        model: Decoder,
+        cache: PagedKVCache,
+        *,
+        limits: SmallBatchLimits = NO_ROWS,
+        adapters: AdapterManager | None = None,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
-        results must not depend on the batch."""
-        self.model, self.cache = model, cache
+        results must not depend on the batch; `adapters`: of its requests."""
+        self.model, self.cache, self.adapters = model, cache, adapters
         self.limits = EVERY_ROW if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
 
@@ -109,9 +116,13 @@ class ModelRunner:
             device=self._device,
         )
         step = StepBlocks(rows, self.cache.plan.layout.groups, self.cache.block_size, self._device)
-        return self.model.hidden_states(
-            torch.tensor(ids, device=self._device), LayerInputs(seq_params), self.cache.layers(step)
-        )
+        apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
+        with apply:
+            return self.model.hidden_states(
+                torch.tensor(ids, device=self._device),
+                LayerInputs(seq_params),
+                self.cache.layers(step),
+            )
 
     def _logits(
         self,
