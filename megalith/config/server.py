@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
 from megalith.config.kernels import KernelSetting
-from megalith.config.serve import EngineConfig, Pooling, speculation_problems
+from megalith.config.serve import (
+    EngineConfig,
+    Pooling,
+    adapter_problems,
+    speculation_problems,
+)
 from megalith.errors import did_you_mean
 
 MIB = 2**20
@@ -75,8 +80,8 @@ class ServeConfig:
     content."""
 
     enable_admin: bool = False
-    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache. Needs
-    api_keys."""
+    """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
+    /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_keys."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected
@@ -105,6 +110,7 @@ def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
     problems = range_problems(run) + speculation_problems(run.engine.speculation)
+    problems += adapter_problems(run.engine)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(
             f"--ssl-certfile={server.ssl_certfile} with --ssl-keyfile={server.ssl_keyfile}: TLS "
@@ -135,6 +141,12 @@ def serve_problems(run: ServeRun) -> list[str]:
             problems.append(
                 f"--cors-origins={origin}: must be * or an origin without a path, such as "
                 "https://example.com or http://localhost:3000."
+            )
+    for entry in run.engine.adapters:
+        if entry.partition("=")[0] == server.served_model_name:
+            problems.append(
+                f"--engine.adapters={entry}: {server.served_model_name} is the name of the base "
+                "model. Use another name, or set --served-model-name."
             )
     problems += _parser_problems(server.parsers)
     if server.served_model_name == "":

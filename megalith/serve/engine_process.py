@@ -35,6 +35,7 @@ from megalith.errors import DataError, RankError, UserError
 from megalith.hf.convert import find_turn_end
 from megalith.hf.folder import read_json
 from megalith.hf.pretrained import Pretrained
+from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
 from megalith.infer.chat import select_template
 from megalith.infer.engine import EngineCallback, InferenceEngine, deadline_error
 from megalith.infer.load import (
@@ -177,10 +178,12 @@ class EngineServer:
         self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
         self._compiling: dict[int, _CompilingRequest] = {}
         """By the client's number; on rank 0."""
-        self._commands: Mapping[str, Callable[[], dict[str, Any]]] = {
+        self._commands: Mapping[str, Callable[..., dict[str, Any]]] = {
             "stats": self._stats,
             "metrics": self._render_metrics,
             "reset_prefix_cache": self._reset_prefix_cache,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
             "pause": self._pause,
             "resume": self._resume,
             "shutdown": self._shutdown,
@@ -309,7 +312,7 @@ class EngineServer:
     def _reject(self, message: AddRequest, error: BaseException) -> None:
         """Reject a request because of its error, or of a bug, which must fail this request only."""
         if isinstance(error, UserError):
-            self.send(RequestRejected(message.request_id, 400, str(error)))
+            self.send(RequestRejected(message.request_id, find_status(error), str(error)))
             return
         _logger.error("request %s cannot be added", message.uid, exc_info=error)
         text = f"internal error: {type(error).__name__}"
@@ -349,11 +352,11 @@ class EngineServer:
                     self._send_outputs(self.engine.abort(self._numbers[request_id]))
             case ExpireRequest(request_id):
                 self._expire(request_id)
-            case EngineCall(call_id, "drain"):
+            case EngineCall(call_id, "drain", _):
                 self._drains.append(call_id)
                 self._is_paused = False  # the requests in flight finish
-            case EngineCall(call_id, command) if command in self._commands:
-                self.send(Reply(call_id, self._execute(command)))
+            case EngineCall(call_id, command, arguments) if command in self._commands:
+                self.send(Reply(call_id, self._execute(command, arguments)))
             case _:
                 raise ProtocolError(f"unexpected {message!r:.100}")
 
@@ -374,6 +377,7 @@ class EngineServer:
                 replace(params, deadline_s=None),  # rank 0 decides which requests have expired
                 arrival_time=message.arrival_time,
                 pooling=message.pooling,
+                adapter=message.adapter,
             )
         except Exception as error:
             self._reject(message, error)
@@ -421,13 +425,15 @@ class EngineServer:
                 del self._numbers[self._requests.pop(number).request_id]
         self.send(StepOutputs(prompts, updates))
 
-    def _execute(self, command: str) -> dict[str, Any]:
+    def _execute(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of a command."""
         try:
-            return self._commands[command]()
+            return self._commands[command](**arguments)
+        except UserError as error:
+            return {"error": str(error), "status": find_status(error)}
         except Exception as error:  # the requests in flight continue
             _logger.exception("the command %s failed", command)
-            return {"error": f"internal error in {command}: {type(error).__name__}"}
+            return {"error": f"internal error in {command}: {type(error).__name__}", "status": 500}
 
     def _stats(self) -> dict[str, Any]:
         stats = self.engine.scheduler.make_stats()
@@ -456,10 +462,25 @@ class EngineServer:
         self.engine.scheduler.reset_prefix_cache()
         return {}
 
+    def _load_adapter(self, *, lora_name: str, lora_path: str) -> dict[str, Any]:
+        self.engine.load_adapter(lora_name, lora_path)
+        return {}
+
+    def _unload_adapter(self, *, lora_name: str) -> dict[str, Any]:
+        self.engine.unload_adapter(lora_name)
+        return {}
+
     def _shutdown(self) -> dict[str, Any]:
         self._is_stopped = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         return {}
+
+
+def find_status(error: UserError) -> int:
+    """Return the HTTP status of a request that the engine rejected."""
+    if isinstance(error, UnknownAdapterError):
+        return 404
+    return 429 if isinstance(error, AdaptersInUseError) else 400
 
 
 def read_deadline(message: AddRequest) -> float | None:
@@ -561,7 +582,8 @@ def warm_up(generator: TextGenerator, config: EngineConfig) -> None:
     before the first request."""
     length = min(WARM_UP_TOKENS, generator.model.config.max_seq_len)
     cache = replace(config.cache, num_blocks=2 * WARM_UP_TOKENS)
-    engine = build_engine(generator, replace(config, cache=cache, max_model_len=length))
+    config = replace(config, cache=cache, max_model_len=length, max_adapters=0, adapters=())
+    engine = build_engine(generator, config)
     params = SamplingParams(n=2, max_new_tokens=2, seed=0, logprobs=1, ignore_eos=True)
     engine.add_request([0] * max(1, length // 2), params)
     while engine.has_unfinished:
@@ -602,6 +624,7 @@ def describe_model(
         hidden_size=engine.model_config.hidden_size,
         max_num_seqs=engine.config.max_num_seqs,
         generation_defaults=read_generation_defaults(source),
+        adapters={} if engine.runner.adapters is None else engine.runner.adapters.paths,
     )
 
 
