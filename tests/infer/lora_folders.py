@@ -20,7 +20,9 @@ from megalith.posttrain.export import write_peft
 LORA = LoraConfig(rank=3, alpha=4.5)
 
 
-def save_adapter(folder: Path, base: Path, *, seed: int, lora: LoraConfig = LORA) -> Path:
+def save_adapter(
+    folder: Path, base: Path, *, seed: int, lora: LoraConfig = LORA, scale: float = 0.5
+) -> Path:
     """Write a checkpoint of adapters, with outputs as large as those of the base."""
     source = open_pretrained(locate_source(str(base)))
     shapes = {shard.name: shard.shape for shard in parameters(source.model)}
@@ -29,7 +31,7 @@ def save_adapter(folder: Path, base: Path, *, seed: int, lora: LoraConfig = LORA
     for name in sorted(adapter_names(lora, source.model)):
         parameter, _, word = name.rpartition(".lora_")
         shape = adapter_shape(shapes[parameter], parameter, lora.rank, word)
-        values = 0.5 * torch.randn(shape, generator=generator)
+        values = scale * torch.randn(shape, generator=generator)
         entries.append(CheckpointEntry(Shard.full(name, shape), "param", values))
     run = replace(release_run("lora", source.model, TokenizerConfig(), base), lora=lora)
     state = {RECORD: build_base_record(source)}
