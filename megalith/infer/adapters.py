@@ -69,8 +69,10 @@ class _NamedAdapter:
     """What a name stands for."""
 
     path: str
-    loaded: LoadedAdapter
-    """In memory unless it was evicted."""
+    number: int
+    """Of an adapter that is in memory unless it was evicted."""
+
+    fingerprint: bytes
 
 
 class AdapterManager:
@@ -112,16 +114,16 @@ class AdapterManager:
             raise ConfigError(f"lora_name={name!r} is empty. Use a name for requests, such as sql.")
         adapter = self._read(path)
         previous = self._names.get(name)
-        if previous is not None and previous.loaded.fingerprint == adapter.fingerprint:
+        if previous is not None and previous.fingerprint == adapter.fingerprint:
             previous.path = path
             return
-        if previous is not None and previous.loaded.num_requests == 0:
-            self._in_memory.pop(previous.loaded.number, None)
-        self._make_room(name)
-        if previous is not None:
-            previous.loaded.is_named = False
+        replaced = None if previous is None else self._in_memory.get(previous.number)
+        if replaced is None or replaced.num_requests > 0:
+            self._make_room(name)
+        if replaced is not None:
+            self._drop_name(replaced)
         self._in_memory[adapter.number] = adapter
-        self._names[name] = _NamedAdapter(path, adapter)
+        self._names[name] = _NamedAdapter(path, adapter.number, adapter.fingerprint)
 
     def unload(self, name: str) -> None:
         """Forget a name; its requests in flight finish.
@@ -131,8 +133,8 @@ class AdapterManager:
         """
         named = self._find_named(name)
         del self._names[name]
-        named.loaded.is_named = False
-        self._drop_unused(named.loaded)
+        if named.number in self._in_memory:
+            self._drop_name(self._in_memory[named.number])
 
     def find(self, name: str) -> LoadedAdapter:
         """Return the adapter of a request; an evicted one is read again. Collective over the ranks.
@@ -143,16 +145,16 @@ class AdapterManager:
             UnknownAdapterError: there is none of this name.
         """
         named = self._find_named(name)
-        adapter = self._in_memory.pop(named.loaded.number, None)
+        adapter = self._in_memory.pop(named.number, None)
         if adapter is None:
             self._make_room(name)
             adapter = self._read(named.path)
-            if adapter.fingerprint != named.loaded.fingerprint:
+            if adapter.fingerprint != named.fingerprint:
                 raise CheckpointError(
                     f"adapter={name}: {named.path} has other weights than when it was loaded. Load "
                     "it again to use them."
                 )
-            named.loaded = adapter
+            named.number = adapter.number
         self._in_memory[adapter.number] = adapter  # the most recently used
         return adapter
 
@@ -212,6 +214,11 @@ class AdapterManager:
                 f"{did_you_mean(name, self._names)} Loaded: {known}."
             )
         return named
+
+    def _drop_name(self, adapter: LoadedAdapter) -> None:
+        """Remove an adapter when its requests in flight are finished."""
+        adapter.is_named = False
+        self._drop_unused(adapter)
 
     def _drop_unused(self, adapter: LoadedAdapter) -> None:
         """Remove an adapter that no later request can name."""

@@ -4,6 +4,7 @@ loading, eviction and the prefix cache follow the weights of an adapter, not its
 import asyncio
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from megalith.config.generation import SamplingParams
 from megalith.config.lora import LoraConfig
-from megalith.config.model import MLAConfig, ModelConfig
+from megalith.config.model import MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig, engine_problems
@@ -158,8 +159,13 @@ def test_layers_of_every_kind_add_the_adapters(kind: str, tmp_path: Path) -> Non
     check_mixed_batch(make_folders(tmp_path, tiny_config(vocab_size=257, **MODELS[kind])))
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_are_verified_with_the_adapter(method: Any, folders: Folders) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
+def test_drafts_are_verified_with_the_adapter(
+    method: Any, folders: Folders, tmp_path: Path
+) -> None:
+    if method == "mtp":
+        mtp = MTPConfig(num_layers=2)
+        folders = make_folders(tmp_path, tiny_config(vocab_size=257, mtp=mtp))
     draft = str(folders.base) if method == "draft_model" else None
     speculation = SpeculationConfig(method=method, draft_model=draft)
     engine = folders.engine(replace(ENGINE, speculation=speculation, cache=CacheConfig()))
@@ -316,13 +322,13 @@ def salt_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def salt_with_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 5: an adapter is identified by a number that is used again."""
+def salt_with_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 5: the hash of a block depends on the name of its adapter instead of its weights."""
     load = AdapterManager.load
 
     def planted(self: AdapterManager, name: str, path: str) -> None:
         load(self, name, path)
-        self._names[name].loaded.fingerprint = name.encode()
+        self._in_memory[self._names[name].number].fingerprint = name.encode()
 
     monkeypatch.setattr(AdapterManager, "load", planted)
 
@@ -331,7 +337,7 @@ Check = Callable[[Folders], object]
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Check]] = {
     "adapter of an adjacent row": (shift_adapters, check_mixed_batch),
     "salt without the weights": (salt_without_weights, check_prefix_cache),
-    "salt of the name": (salt_with_number, check_prefix_cache),
+    "salt of the name": (salt_with_name, check_prefix_cache),
 }
 
 
@@ -401,6 +407,18 @@ def test_least_recently_used_adapter_without_requests_is_evicted(folders: Folder
     while engine.has_unfinished:
         engine.step()
     assert count_cached(engine, "c") > 0
+
+
+def test_evicted_adapter_frees_its_memory(folders: Folders) -> None:
+    engine = folders.engine(replace(ENGINE, max_adapters=1))
+    manager = engine.runner.adapters
+    assert manager is not None
+    (adapter,) = manager._in_memory.values()
+    matrices = [weakref.ref(each.a) for each in adapter.matrices.values()]
+    assert len(matrices) == 8
+    del adapter
+    engine.load_adapter("c", str(folders.adapters["c"]))
+    assert not any(matrix() is not None for matrix in matrices)
 
 
 def test_rejected_and_aborted_requests_release_their_adapter(folders: Folders) -> None:

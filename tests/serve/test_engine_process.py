@@ -219,7 +219,8 @@ def test_failed_command_does_not_end_the_loop(peer: Peer, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(peer.server.engine.scheduler, "reset_prefix_cache", fail)
     result = peer.call(1, "reset_prefix_cache")
-    assert result == {"error": "internal error in reset_prefix_cache: RuntimeError"}
+    text = "internal error in reset_prefix_cache: RuntimeError"
+    assert result == {"error": text, "status": 500}
     peer.send(request(2))
     assert len(peer.read_request()[1]) == 3
 
