@@ -181,29 +181,19 @@ class AdapterManager:
     ) -> list[AdapterGroup]:
         """Return the tokens of a step by adapter; those of the base model are in no group."""
         numbers = [states[row.seq_id].adapter for row in rows]
+        device = next(self._model.parameters()).device
         groups: list[AdapterGroup] = []
         for number in dict.fromkeys(numbers):
             if number is None:
                 continue
-            matrices = self._in_memory[number].matrices
-            if all(each == number for each in numbers):
-                groups.append(AdapterGroup(matrices, None, None))
-                continue
-            tokens: list[int] = []
-            keys: list[int] = []
-            first_token = first_key = 0
-            for row, each in zip(rows, numbers, strict=True):
-                num_keys = row.start + row.count
-                if each == number:
-                    tokens += range(first_token, first_token + row.count)
-                    keys += range(first_key, first_key + num_keys)
-                first_token += row.count
-                first_key += num_keys
-            groups.append(AdapterGroup(matrices, self._index(tokens), self._index(keys)))
+            tokens = keys = None
+            if any(each != number for each in numbers):
+                selected = [each == number for each in numbers]
+                tokens = find_spans(selected, [row.count for row in rows]).to(device)
+                if self._model.config.mla is not None:
+                    keys = find_spans(selected, [row.start + row.count for row in rows]).to(device)
+            groups.append(AdapterGroup(self._in_memory[number].matrices, tokens, keys))
         return groups
-
-    def _index(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, device=next(self._model.parameters()).device)
 
     def _find_named(self, name: str) -> _NamedAdapter:
         named = self._names.get(name)
@@ -330,6 +320,15 @@ class AdapterManager:
                 if built is not None:
                     matrices[module.name] = built
         return matrices
+
+
+def find_spans(selected: Sequence[bool], lengths: Sequence[int]) -> Tensor:
+    """Return the indices of the elements of the selected spans, which follow each other.
+
+    >>> find_spans([True, False, True], [1, 3, 2]).tolist()
+    [0, 4, 5]
+    """
+    return torch.tensor(selected).repeat_interleave(torch.tensor(lengths)).nonzero().flatten()
 
 
 def compute_fingerprint(lora: LoraConfig, values: Mapping[str, Tensor]) -> bytes:

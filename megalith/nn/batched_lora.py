@@ -47,7 +47,8 @@ class AdapterGroup(NamedTuple):
     """Indices [t_group]; None: all tokens of the step."""
 
     keys: Tensor | None
-    """Indices among the tokens to which the rows attend, one row after the other; None: all."""
+    """Indices among the tokens to which the rows attend, one row after the other, for MLA; None:
+    all."""
 
 
 @dataclass(slots=True)
