@@ -72,6 +72,11 @@ REQUESTS: list[tuple[list[int], SamplingParams, str | None]] = [
 ]
 
 
+def slow(value: object) -> Any:
+    """A parameter of tests that `make test-all` runs."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @dataclass(frozen=True)
 class Folders:
     """A base model and adapters of it, on disk."""
@@ -154,12 +159,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["mla", slow("experts"), slow("biases")])
 def test_layers_of_every_kind_add_the_adapters(kind: str, tmp_path: Path) -> None:
     check_mixed_batch(make_folders(tmp_path, tiny_config(vocab_size=257, **MODELS[kind])))
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "mtp", slow("draft_model")])
 def test_drafts_are_verified_with_the_adapter(
     method: Any, folders: Folders, tmp_path: Path
 ) -> None:
@@ -200,7 +205,7 @@ def generate_on_rank(rank: int, world: int, folders: Folders) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", [None, "mla"])
+@pytest.mark.parametrize("kind", [None, slow("mla")])
 def test_tensor_parallel_ranks_generate_the_tokens_of_one_process(
     kind: str | None, tmp_path: Path
 ) -> None:
@@ -241,7 +246,7 @@ def build_plain(folders: Folders) -> InferenceEngine:
     return build_engine(load_generator(folders.base, dtype=torch.float64, config=config), config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 def test_batch_invariant_log_probs_have_the_same_bits_with_adapters(
     dtype: torch.dtype, folders: Folders
 ) -> None:
