@@ -93,8 +93,8 @@ class ServeOptions:
     """Serve a web page for chats at /."""
 
     enable_admin: bool = False
-    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache; needs
-    --api-key."""
+    """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
+    /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --api-key."""
 
     max_requests_per_key: int | None = None
     """Maximum number of concurrent requests of each API key that run the model; default: no
@@ -111,7 +111,10 @@ def main(argv: list[str]) -> int:
     """Run `megalith serve`."""
     rest, overrides = split_overrides(argv, ServeRun)
     options = parse_options(ServeOptions, rest, prog="megalith serve", root=ServeRun)
-    run = apply_overrides(ServeRun(server=build_config(options)), overrides)
+    server = build_config(options)
+    if server.served_model_name is None:
+        server = replace(server, served_model_name=Path(options.source).resolve().name)
+    run = apply_overrides(ServeRun(server=server), overrides)
     problems = serve_problems(run)
     if options.nproc < 1:
         problems.append(
@@ -124,21 +127,19 @@ def main(argv: list[str]) -> int:
     from megalith.serve.server import open_listener, serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    name = run.server.served_model_name or Path(options.source).resolve().name
-    server = replace(run.server, served_model_name=name)
     settings = {
         "source": options.source,
         "engine": to_dict(run.engine),
         "parallel": to_dict(run.parallel),
         "kernels": to_dict(run)["kernels"],
-        "served_model_name": name,
+        "served_model_name": run.server.served_model_name,
         "base": options.base,
         "dtype": DTYPES[options.dtype] if options.dtype else None,
         "template": options.template,
         "log_requests": run.server.log_requests,
         "nproc": options.nproc,
     }
-    return asyncio.run(serve(server, open_listener(server), settings, show))
+    return asyncio.run(serve(run.server, open_listener(run.server), settings, show))
 
 
 def build_config(options: ServeOptions) -> ServeConfig:

@@ -96,8 +96,41 @@ class EngineConfig:
     """Format in which the weights of matmuls are loaded. int8: a quarter of fp32's memory;
     embedding tables, routers and norms keep their dtype."""
 
+    max_adapters: Annotated[int, Ge(0), Example(4)] = 0
+    """Maximum number of LoRA adapters in memory; each request may name one. When another one is
+    needed, the least recently used adapter without requests in flight is removed, and read again
+    when a request names it."""
+
+    max_lora_rank: Annotated[int, Ge(1), Example(64)] = 64
+    """Maximum rank of an adapter."""
+
+    adapters: tuple[str, ...] = ()
+    """Adapters that are loaded at the start, each as NAME=FOLDER: a run that trained adapters, its
+    checkpoint, or a PEFT folder."""
+
     seed: int = 1234
     """Seed from which the seeds of requests without one are derived."""
+
+
+def adapter_problems(config: EngineConfig) -> list[str]:
+    """Return a message for every adapter that cannot be loaded at the start."""
+    problems = [
+        f"adapters={entry}: must be NAME=FOLDER, such as sql=runs/lora_sql."
+        for entry in config.adapters
+        if not all(entry.partition("="))
+    ]
+    names = [entry.partition("=")[0] for entry in config.adapters]
+    problems += [
+        f"adapters={' '.join(config.adapters)}: {name} occurs twice. Use different names."
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
+    if config.adapters and config.max_adapters == 0:
+        problems.append(
+            f"adapters={' '.join(config.adapters)} with max_adapters=0, which holds none. Set "
+            f"max_adapters to {len(config.adapters)}."
+        )
+    return problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +167,7 @@ def pipeline_problems(config: EngineConfig, pp: int) -> list[str]:
 def engine_problems(config: EngineConfig) -> list[str]:
     """Return a message for every invalid setting of an engine."""
     problems = range_problems(config) + speculation_problems(config.speculation)
+    problems += adapter_problems(config)
     if config.quantization != "none" and config.speculation.method == "mtp":
         problems.append(
             f"quantization={config.quantization} with speculation.method=mtp: MTP layers are not "

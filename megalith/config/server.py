@@ -11,6 +11,7 @@ from megalith.config.serve import (
     EngineConfig,
     InferenceParallelConfig,
     Pooling,
+    adapter_problems,
     pipeline_problems,
     speculation_problems,
 )
@@ -81,8 +82,8 @@ class ServeConfig:
     content."""
 
     enable_admin: bool = False
-    """Serve the control endpoints: POST /abort, /pause, /resume and /reset_prefix_cache. Needs
-    api_keys."""
+    """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
+    /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_keys."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected
@@ -113,6 +114,7 @@ def serve_problems(run: ServeRun) -> list[str]:
     server = run.server
     problems = range_problems(run) + speculation_problems(run.engine.speculation)
     problems += pipeline_problems(run.engine, run.parallel.pp)
+    problems += adapter_problems(run.engine)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(
             f"--ssl-certfile={server.ssl_certfile} with --ssl-keyfile={server.ssl_keyfile}: TLS "
@@ -143,6 +145,12 @@ def serve_problems(run: ServeRun) -> list[str]:
             problems.append(
                 f"--cors-origins={origin}: must be * or an origin without a path, such as "
                 "https://example.com or http://localhost:3000."
+            )
+    for entry in run.engine.adapters:
+        if entry.partition("=")[0] == server.served_model_name:
+            problems.append(
+                f"--engine.adapters={entry}: {server.served_model_name} is the name of the base "
+                "model. Use another name, or set --served-model-name."
             )
     problems += _parser_problems(server.parsers)
     if server.served_model_name == "":

@@ -21,7 +21,8 @@ from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.model import ModelConfig
 from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import DataError, raise_all
+from megalith.errors import ConfigError, DataError, raise_all
+from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import (
     Completion,
@@ -146,15 +147,18 @@ class InferenceEngine:
         salt: bytes = b"",
         arrival_time: float | None = None,
         pooling: Pooling | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Add a request and return its number.
 
         `salt`: requests with different salts share no cached prefix; `arrival_time`: when it
         reached the front end, on the monotonic clock; `pooling`: return an embedding of the prompt
-        and no tokens, with max_new_tokens=0.
+        and no tokens, with max_new_tokens=0; `adapter`: name of a loaded LoRA adapter; None: the
+        base model.
 
         Raises:
-            ConfigError: the sampling parameters are invalid.
+            ConfigError: the sampling parameters are invalid, or the engine holds no adapters.
+            CheckpointError: the adapter was evicted, and its files were changed or removed.
             DataError: the prompt is empty, too long, or has unknown ids.
         """
         problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
@@ -172,6 +176,7 @@ class InferenceEngine:
         if params.structured_outputs is not None:
             assert self.grammars is not None, "checked by text_problems"
             grammar = self.grammars.compile(params.structured_outputs)
+        loaded = None if adapter is None else self._adapter_manager().find(adapter)
         number = self._num_requests
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         output = RequestOutput(
@@ -187,16 +192,48 @@ class InferenceEngine:
             () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
         )
         pooler = None if pooling is None else HiddenStatePooler(pooling)
-        request = Request(output, params, seed, deadline, bad_word_ids, pooler, grammar)
+        request = Request(output, params, seed, deadline, bad_word_ids, pooler, grammar, loaded)
         if params.cache_salt is not None:
             salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
+        if loaded is not None:
+            salt = b"adapter" + loaded.fingerprint + salt
         choice = self._new_choice(request, 0, salt)
         self.scheduler.add(choice.state, max_total_tokens=self._max_total_tokens(request))
         self._num_requests += 1
+        if loaded is not None:
+            loaded.num_requests += 1
         self._register(choice)
         self._requests[number] = request
         self._notify("on_request", output)
         return number
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in a folder, or replace the weights of a name, for later requests;
+        those in flight finish with the adapter that they have.
+
+        Raises:
+            CheckpointError: it cannot be read, or belongs to another model.
+            ConfigError: the name is empty, or the engine holds no adapters.
+            DataError: every adapter in memory has requests in flight.
+        """
+        self._adapter_manager().load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; its requests in flight finish.
+
+        Raises:
+            ConfigError: the engine holds no adapters.
+            DataError: there is none of this name.
+        """
+        self._adapter_manager().unload(name)
+
+    def _adapter_manager(self) -> AdapterManager:
+        if self.runner.adapters is None:
+            raise ConfigError(
+                f"max_adapters={self.config.max_adapters}: the engine holds no adapters. Set "
+                "max_adapters to the number of adapters in memory, such as 4."
+            )
+        return self.runner.adapters
 
     def step(self) -> list[TokenOutput]:
         """Execute one step; returns the generated tokens. Without anything to schedule it returns
@@ -323,6 +360,7 @@ class InferenceEngine:
             num_prompt_tokens=len(prompt),
             priority=params.priority,
             salt=salt,
+            adapter=None if request.adapter is None else request.adapter.number,
             reads_prefix_cache=params.prompt_logprobs is None
             and not (request.pooler is not None and request.pooler.needs_all_tokens),
             recompute_length=recompute_length,
@@ -425,6 +463,8 @@ class InferenceEngine:
         if request.output.finished and request.output.request_id in self._requests:
             request.output.timings.finished = time.monotonic()
             del self._requests[request.output.request_id]
+            if request.adapter is not None:
+                self._adapter_manager().release(request.adapter.number)
             self._notify("on_finish", request.output)
 
     def _expire(self) -> list[TokenOutput]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ from megalith.infer.stopping_criteria import add_turn_end
 from megalith.parallel.mesh import build_single_rank_mesh
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or token ids, which are used unchanged."""
@@ -100,16 +102,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate from one prompt or several; returns a result for each, in order.
 
-        `params`: for all prompts, or one for each.
+        `params` and `adapter`, the name of a loaded adapter, None for the base model: for all
+        prompts, or one for each.
 
         Raises:
-            ConfigError: sampling parameters are invalid, or are not as many as the prompts.
-            DataError: a prompt is invalid; its index is named.
+            ConfigError: sampling parameters are invalid, or they or the adapters are not as many as
+                the prompts.
+            DataError: a prompt or an adapter is invalid; its index is named.
         """
-        return self._run(pair_prompts(prompts, params), None)
+        pairs = pair_prompts(prompts, params)
+        return self._run(pairs, pair_adapters(adapter, len(pairs)), None)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last"
@@ -121,7 +128,8 @@ class LLM:
             CheckpointError: a hidden state is zero, NaN or infinite, or its computation failed.
             DataError: a prompt is invalid; its index is named.
         """
-        outputs = self._run(pair_prompts(prompts, SamplingParams(max_new_tokens=0)), pooling)
+        pairs = pair_prompts(prompts, SamplingParams(max_new_tokens=0))
+        outputs = self._run(pairs, [None] * len(pairs), pooling)
         embeddings = []
         for index, output in enumerate(outputs):
             if output.embedding is None:
@@ -129,15 +137,38 @@ class LLM:
             embeddings.append(output.embedding)
         return embeddings
 
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load the LoRA adapter in a folder under a name, or replace the weights of a name.
+
+        Raises:
+            CheckpointError: it cannot be read, or belongs to another model.
+            ConfigError: the name is empty, or engine.max_adapters is 0.
+        """
+        self.engine.load_adapter(name, str(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            ConfigError: engine.max_adapters is 0.
+            DataError: there is none of this name.
+        """
+        self.engine.unload_adapter(name)
+
     def _run(
-        self, requests: Sequence[tuple[Prompt, SamplingParams]], pooling: Pooling | None
+        self,
+        requests: Sequence[tuple[Prompt, SamplingParams]],
+        adapters: Sequence[str | None],
+        pooling: Pooling | None,
     ) -> list[RequestOutput]:
         """Process requests to their end."""
         outputs: list[RequestOutput] = []
         try:
-            for index, (prompt, params) in enumerate(requests):
+            for index, ((prompt, params), adapter) in enumerate(
+                zip(requests, adapters, strict=True)
+            ):
                 try:
-                    output = self._add_request(prompt, params, pooling)
+                    output = self._add_request(prompt, params, pooling, adapter)
                 except UserError as error:
                     raise type(error)(f"prompts[{index}]: {error}") from error
                 outputs.append(output)
@@ -152,11 +183,16 @@ class LLM:
         return outputs
 
     def _add_request(
-        self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        pooling: Pooling | None,
+        adapter: str | None,
     ) -> RequestOutput:
         """Add a request; its result grows with every step."""
         ids = encode_prompt(prompt, self.generator.tokenizer) if isinstance(prompt, str) else prompt
-        output = self.engine.output_of(self.engine.add_request(ids, params, pooling=pooling))
+        number = self.engine.add_request(ids, params, pooling=pooling, adapter=adapter)
+        output = self.engine.output_of(number)
         output.prompt = prompt if isinstance(prompt, str) else None
         return output
 
@@ -224,6 +260,24 @@ def pair_prompts(
     for index, own_params in enumerate(params):
         _check_is_params(own_params, f"params[{index}]")
     return list(zip(several, params, strict=True))
+
+
+def pair_adapters(
+    adapter: str | Sequence[str | None] | None, num_prompts: int
+) -> Sequence[str | None]:
+    """Return the adapter of every prompt.
+
+    Raises:
+        ConfigError: there are not as many as prompts.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * num_prompts
+    if len(adapter) != num_prompts:
+        raise ConfigError(
+            f"adapter has {len(adapter)} entries for {num_prompts} prompts. Pass one name for all "
+            "prompts, or one for each."
+        )
+    return adapter
 
 
 def _is_list(value: object) -> bool:
@@ -308,23 +362,34 @@ class AsyncLLM:
         self._thread.start()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        adapter: str | None = None,
     ) -> AsyncIterator[TokenOutput]:
         """Yield the outputs of a request as they are generated; aborts it if the consumer stops.
+
+        `adapter`: name of a loaded adapter; None: the base model.
 
         Raises:
             ConfigError, DataError: the request is invalid, or the engine is closed.
         """
-        stream, request = await self._submit(prompt, params)
+        stream, request = await self._submit(prompt, params, adapter)
         async with aclosing(self._iterate(stream, request)) as outputs:
             async for output in outputs:
                 yield output
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        adapter: str | None = None,
     ) -> RequestOutput:
-        """Return the result of a request when all its choices are finished."""
-        stream, request = await self._submit(prompt, params)
+        """Return the result of a request when all its choices are finished; `adapter`: as of
+        `stream`."""
+        stream, request = await self._submit(prompt, params, adapter)
         async for _ in self._iterate(stream, request):
             pass
         return request
@@ -343,6 +408,30 @@ class AsyncLLM:
         finally:
             if stream.num_unfinished:
                 self.abort(request.request_id)
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter between two steps, which wait for it; see `LLM.load_adapter`."""
+        await self._call(partial(self.engine.load_adapter, name, str(path)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; its requests in flight finish. See `LLM.unload_adapter`."""
+        await self._call(partial(self.engine.unload_adapter, name))
+
+    async def _call(self, call: Callable[[], None]) -> None:
+        """Run a call on the engine's thread, between two steps, and raise its error."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def run() -> None:
+            try:
+                call()
+            except Exception as error:  # raised in the task that called
+                _call_soon(loop, partial(_set_exception, done, error))
+            else:
+                _call_soon(loop, partial(_set_result, done, None))
+
+        self._put(run)
+        await done
 
     def abort(self, request_id: int) -> None:
         """End a request before the next step; unknown and finished requests are ignored."""
@@ -368,7 +457,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     async def _submit(
-        self, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> tuple[_Stream, RequestOutput]:
         """Add a request on the engine's thread; returns its stream and its result."""
         arrival_time = time.monotonic()
@@ -389,7 +478,9 @@ class AsyncLLM:
 
         def add() -> None:
             try:
-                number = self.engine.add_request(ids, params, arrival_time=arrival_time)
+                number = self.engine.add_request(
+                    ids, params, arrival_time=arrival_time, adapter=adapter
+                )
             except Exception as error:  # raised in the task that sent the request
                 _call_soon(loop, partial(_set_exception, added, error))
                 return
@@ -400,16 +491,24 @@ class AsyncLLM:
             if not _call_soon(loop, partial(_set_result, added, output)):
                 self._abort_now(number)
 
-        with self._lock:
-            if self._closed:
-                raise ConfigError("the engine is closed: create a new AsyncLLM.")
-            self._commands.put(add)
+        self._put(add)
         try:
             # A cancelled task must not cancel the future, from which the request is known.
             return stream, await asyncio.shield(added)
         except asyncio.CancelledError:
             added.add_done_callback(self._abort_unclaimed)
             raise
+
+    def _put(self, command: _Command) -> None:
+        """Pass a command to the engine's thread.
+
+        Raises:
+            ConfigError: the engine is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the engine is closed: create a new AsyncLLM.")
+            self._commands.put(command)
 
     def _abort_unclaimed(self, added: "asyncio.Future[RequestOutput]") -> None:
         if not added.cancelled() and added.exception() is None:
@@ -468,11 +567,11 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> b
     return True
 
 
-def _set_result(future: "asyncio.Future[RequestOutput]", output: RequestOutput) -> None:
+def _set_result(future: "asyncio.Future[T]", result: T) -> None:
     if not future.done():
-        future.set_result(output)
+        future.set_result(result)
 
 
-def _set_exception(future: "asyncio.Future[RequestOutput]", error: Exception) -> None:
+def _set_exception(future: "asyncio.Future[T]", error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

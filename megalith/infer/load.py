@@ -1,7 +1,6 @@
 """Load a trained model with its tokenizer for text generation."""
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from megalith.hf.pretrained import (
     open_pretrained,
 )
 from megalith.hf.release import release_run
+from megalith.infer.adapters import AdapterManager
 from megalith.infer.batch_invariance import check_batch_invariance
 from megalith.infer.cache import CachePlan, PagedKVCache, plan_cache, plan_pool
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
@@ -67,10 +67,16 @@ from megalith.kernels.backend import select_backends, unavailable_backends
 from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs
+from megalith.nn.batched_lora import StepAdapters
 from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_ops
 from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.observe.limits import free_memory
-from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
+from megalith.parallel.group import (
+    Group,
+    gather_objects,
+    raise_on_all_ranks,
+    single_rank_group,
+)
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.plan.grid import divisors, model_grid
 from megalith.plan.kernels import find_backend_spec, why_not
@@ -84,6 +90,7 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 DEFAULT_CONFIG = EngineConfig()
 DEFAULT_PARALLEL = InferenceParallelConfig()
+SINGLE_RANK = single_rank_group("world")
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded unless they propose draft tokens."""
@@ -109,8 +116,14 @@ class TextGenerator:
     draft_model: Decoder | None = None
     """Smaller model that proposes draft tokens."""
 
+    ranks: Group = SINGLE_RANK
+    """Ranks that share the model."""
+
     link: PipelineLink | None = None
     """Connection to the other pipeline stages."""
+
+    step_adapters: StepAdapters | None = None
+    """Adapters of the tokens of a step; None: the model was built without."""
 
 
 def open_source(
@@ -270,7 +283,7 @@ def load_text_generator(
     draft_model = None
     if config.speculation.draft_model is not None:
         opened = open_draft_model(config.speculation.draft_model, source.model, mesh.tp.size)
-        draft_config = replace(config, speculation=SpeculationConfig())
+        draft_config = replace(config, speculation=SpeculationConfig(), max_adapters=0, adapters=())
         draft = load_text_generator(
             opened, mesh, device, dtype, kernels=kernels, config=draft_config
         )
@@ -280,6 +293,12 @@ def load_text_generator(
     model_config = source.model
     if config.speculation.method != "mtp":
         model_config = replace(model_config, mtp=MTPConfig())
+    step_adapters = None if config.max_adapters == 0 else StepAdapters()
+    if step_adapters is not None and mlp_chunks > 1:
+        raise ConfigError(
+            f"--mlp-chunks={mlp_chunks} with max_adapters={config.max_adapters}: chunks of MLPs "
+            "have no adapters. Remove --mlp-chunks, or set max_adapters to 0."
+        )
     quantizes = config.quantization == "int8"
     if quantizes:
         check_int8_supported(device, backends)
@@ -290,6 +309,7 @@ def load_text_generator(
         dtype=dtype,
         backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
+        step_adapters=step_adapters,
         build_matmul_ops=build_int8_matmul_ops if quantizes else plain_matmul_ops,
         build_grouped_matmul_ops=(
             build_int8_grouped_matmul_ops if quantizes else fastest_matmul_ops
@@ -306,7 +326,9 @@ def load_text_generator(
         source=source,
         quantization=config.quantization,
         draft_model=draft_model,
+        ranks=mesh.world,
         link=connect_stages(model, mesh.pp, device),
+        step_adapters=step_adapters,
     )
 
 
@@ -447,7 +469,8 @@ def build_engine(
     if config.batch_invariant:
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
-    runner = ModelRunner(model, cache, limits=limits, link=generator.link)
+    adapters = build_adapter_manager(generator, config)
+    runner = ModelRunner(model, cache, limits=limits, link=generator.link, adapters=adapters)
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
@@ -463,10 +486,35 @@ def build_engine(
     if config.batch_invariant:
         check_batch_invariance(build(()))
     engine = build(callbacks)
+    for entry in config.adapters:
+        engine.load_adapter(*entry.split("=", 1))
     logger.info("%s", engine.describe())
     if config.max_model_len is None:
         _warn_if_context_is_reduced(size.max_model_len, model.config, config)
     return engine
+
+
+def build_adapter_manager(generator: TextGenerator, config: EngineConfig) -> AdapterManager | None:
+    """Return the adapters of an engine, none of them loaded; None if it holds none.
+
+    Raises:
+        ConfigError: the generator was loaded without them.
+    """
+    if config.max_adapters == 0:
+        return None
+    if generator.step_adapters is None or generator.source is None:
+        raise ConfigError(
+            f"max_adapters={config.max_adapters}: the model was loaded without adapters. Pass the "
+            "same config to load_generator."
+        )
+    return AdapterManager(
+        generator.model,
+        generator.step_adapters,
+        generator.source,
+        generator.ranks,
+        max_adapters=config.max_adapters,
+        max_rank=config.max_lora_rank,
+    )
 
 
 def _warn_if_context_is_reduced(
@@ -578,19 +626,13 @@ def _agree_on_memory(
     """Return the free bytes of memory of the rank that has least, and the bytes per token of the
     stage that stores most, so that all ranks have the same blocks. Ranks share the memory of
     CPUs."""
-    groups = [generator.model.tp_comm.group]
-    if generator.link is not None:
-        groups.append(generator.link.group)
     if device.type == "cpu":
-        free = free_memory() // math.prod(group.size for group in groups)
+        free = free_memory() // generator.ranks.size
     else:
         free, _ = torch.accelerator.memory.get_memory_info(device)
-    bytes_per_token = plan.bytes_per_token
-    for group in groups:
-        values = gather_objects((free, bytes_per_token), group)
-        pairs = [each for each in values if isinstance(each, tuple)]
-        free, bytes_per_token = min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
-    return free, bytes_per_token
+    values = gather_objects((free, plan.bytes_per_token), generator.ranks)
+    pairs = [each for each in values if isinstance(each, tuple)]
+    return min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:

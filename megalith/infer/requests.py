@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
+from megalith.infer.adapters import LoadedAdapter
 from megalith.infer.outputs import Completion, RequestOutput, StepResults
 from megalith.infer.pooling import HiddenStatePooler
 from megalith.infer.sample import SampleRow, TokenCounts
@@ -41,6 +42,9 @@ class Request:
     """Set if the request asks for an embedding."""
 
     grammar: Grammar | None
+    adapter: LoadedAdapter | None
+    """None: the base model."""
+
     choices: list[RequestChoice] = field(default_factory=list)
     """The first choice, and after its first token the others."""
 

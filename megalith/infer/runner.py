@@ -1,12 +1,14 @@
 """Executes the planned steps of the scheduler: one forward pass over the tokens of all rows."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
@@ -74,10 +76,12 @@ class ModelRunner:
         *,
         limits: SmallBatchLimits = NO_ROWS,
         link: PipelineLink | None = None,
+        adapters: AdapterManager | None = None,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
-        results must not depend on the batch; `link`: to the other pipeline stages."""
-        self.model, self.cache, self._link = model, cache, link
+        results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
+        its requests."""
+        self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self.num_stages = 1 if link is None else link.num_stages
         self.is_last_stage = model.stage.loss
         self.limits = EVERY_ROW if cache.batch_invariant else limits
@@ -137,12 +141,14 @@ class ModelRunner:
         )
         step = StepBlocks(rows, self.cache.plan.layout.groups, self.cache.block_size, self._device)
         received = NOTHING_RECEIVED if self._link is None else self._link.receive(len(ids))
-        outputs: StageTensors = self.model(
-            torch.tensor(ids, device=self._device),
-            LayerInputs(seq_params),
-            self.cache.layers(step),
-            received=received,
-        )
+        apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
+        with apply:
+            outputs: StageTensors = self.model(
+                torch.tensor(ids, device=self._device),
+                LayerInputs(seq_params),
+                self.cache.layers(step),
+                received=received,
+            )
         return outputs
 
     def _logits(

@@ -14,13 +14,12 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.attention.scores import AttentionMask, Scores
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import with_masks
-from megalith.nn.build import BuildContext
+from megalith.nn.build import BuildContext, ColumnLinear, RowLinear
 from megalith.nn.dropout import build_core_attention
-from megalith.nn.lora import ColumnLora, RowLora
 from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, RowParallelLinear
+from megalith.parallel.tensor import ZEROS, Init
 from megalith.plan.shards import HeadSplit, Shard, split_heads
 
 
@@ -83,7 +82,7 @@ class Attention(nn.Module):
 
 def output_linear(
     name: str, config: ModelConfig, context: BuildContext, heads: list[int]
-) -> RowParallelLinear | RowLora:
+) -> RowLinear:
     """Build the output projection from the local heads to the residual stream: o [h, n, d_v],
     sharded into `heads` per tp rank."""
     o = Shard.full(
@@ -241,7 +240,7 @@ class CrossAttentionBase(nn.Module):
             shard = Shard.full(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
             return shard.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
 
-        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear | ColumnLora:
+        def column(weight: Shard, bias: Shard) -> ColumnLinear:
             biases = [(bias, ZEROS)] if config.qkv_bias else []
             return context.column_linear([(weight, Init(config.init_std))], biases)
 

@@ -4,19 +4,29 @@ recomputation, LoRA and precision; and weight initialization."""
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalith.config.lora import LoraConfig, has_adapters
+from megalith.config.lora import LoraConfig, find_lora_target, has_adapters, lora_matrices
 from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megalith.errors import ConfigError
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.grouped_linear import GroupedMatmulOps
 from megalith.kernels.linear import PLAIN, MatmulOps
-from megalith.nn.lora import ColumnLora, ReplicatedLora, RowLora
+from megalith.nn.batched_lora import BatchedLora, StepAdapters
+from megalith.nn.lora import (
+    ColumnLora,
+    ReplicatedLora,
+    RowLora,
+    column_adapter,
+    row_adapter,
+    whole_adapter,
+)
 from megalith.parallel.collectives import OverlapFn, no_overlap
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
@@ -36,6 +46,10 @@ from megalith.plan.frozen import first_backward_layer
 from megalith.plan.keys import key
 from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Box, Shard, intersect, split_range_into_boxes
+
+ColumnLinear = ColumnParallelLinear | ColumnLora | BatchedLora
+RowLinear = RowParallelLinear | RowLora | BatchedLora
+"""Linear layers without or with adapters, those of training or of requests."""
 
 NO_RECOMPUTE, NO_OFFLOAD = RecomputeConfig(), OffloadConfig()
 
@@ -71,6 +85,9 @@ class BuildContext:
     offload: OffloadConfig = NO_OFFLOAD
     lora: LoraConfig | None = None
     """Adapters of the layers; the other parameters are then frozen."""
+
+    step_adapters: StepAdapters | None = None
+    """Adapters of the tokens of an inference step, in every layer that `lora` could adapt."""
 
     optim: OptimConfig = TRAIN_ALL
     """Names of the parameters that are trained."""
@@ -128,7 +145,7 @@ class BuildContext:
 
     def column_linear(
         self, weights: Sequence[tuple[Shard, Init]], biases: Sequence[tuple[Shard, Init]] = ()
-    ) -> ColumnParallelLinear | ColumnLora:
+    ) -> ColumnLinear:
         """Build a linear layer with sharded output features, with its adapters."""
         linear = ColumnParallelLinear(
             [self.spec(*weight) for weight in weights],
@@ -137,6 +154,9 @@ class BuildContext:
             dtype=self.dtype,
             matmul_ops=self.build_matmul_ops(weights[0][0].name),
         )
+        if (step := self._find_step_adapters(weights[0][0])) is not None:
+            make_shards = partial(column_adapter, tp_comm=self.tp_comm)
+            return BatchedLora(linear, step, make_shards, reduce_features=_all_inputs)
         adapted = [shard for shard, _ in weights if self._has_adapters(shard)]
         if self.lora is None or not adapted:
             return linear
@@ -145,7 +165,7 @@ class BuildContext:
 
     def row_linear(
         self, weight: tuple[Shard, Init], bias: tuple[Shard, Init] | None = None
-    ) -> RowParallelLinear | RowLora:
+    ) -> RowLinear:
         """Build a linear layer with sharded input features, with its adapter."""
         linear = RowParallelLinear(
             self.spec(*weight),
@@ -154,21 +174,48 @@ class BuildContext:
             dtype=self.dtype,
             matmul_ops=self.build_matmul_ops(weight[0].name),
         )
+        if (step := self._find_step_adapters(weight[0])) is not None:
+            make_shards = partial(row_adapter, tp_comm=self.tp_comm)
+            reduce_features = self.tp_comm.reduce_output
+            return BatchedLora(linear, step, make_shards, reduce_features=reduce_features)
         if self.lora is None or not self._has_adapters(weight[0]):
             return linear
         return RowLora(linear, self.lora, self.backends, dtype=self.dtype)
 
-    def replicated_linear(self, shard: Shard, init: Init) -> ReplicatedLinear | ReplicatedLora:
+    def replicated_linear(
+        self, shard: Shard, init: Init
+    ) -> ReplicatedLinear | ReplicatedLora | BatchedLora:
         """Build a linear layer with a replicated weight, with its adapter."""
         linear = ReplicatedLinear(
             self.spec(shard, init), dtype=self.dtype, matmul_ops=self.build_matmul_ops(shard.name)
         )
+        if (step := self._find_step_adapters(shard)) is not None:
+            return BatchedLora(linear, step, whole_adapter, reduce_features=_all_inputs)
         if self.lora is None or not self._has_adapters(shard):
             return linear
         return ReplicatedLora(linear, self.tp_comm, self.lora, self.backends, dtype=self.dtype)
 
     def _has_adapters(self, shard: Shard) -> bool:
         return self.lora is not None and has_adapters(shard.name, self.lora, self.model)
+
+    def _find_step_adapters(self, shard: Shard) -> StepAdapters | None:
+        """Return the adapters of the tokens if a linear layer can have some.
+
+        Raises:
+            ConfigError: no rank has all tokens.
+        """
+        if self.step_adapters is not None and self.parallel.sp:
+            raise ConfigError(
+                "max_adapters with parallel.sp=true: adapters of requests need all tokens on every "
+                "rank. Set parallel.sp to false, or max_adapters to 0."
+            )
+        can_adapt = find_lora_target(shard.name) in lora_matrices(self.model)
+        return self.step_adapters if can_adapt else None
+
+
+def _all_inputs(features: Tensor) -> Tensor:
+    """Return features that were computed from all inputs."""
+    return features
 
 
 def build_context(

@@ -20,13 +20,14 @@ from megalith.kernels.layer_inputs import AttendOptions, LayerCache, LayerInputs
 from megalith.kernels.linear import einsum
 from megalith.kernels.packed import PackedSeqParams
 from megalith.nn.attention import build_layer_scores, output_linear
-from megalith.nn.build import BuildContext
+from megalith.nn.batched_lora import BatchedLora
+from megalith.nn.build import BuildContext, ColumnLinear
 from megalith.nn.dropout import build_core_attention
-from megalith.nn.lora import ColumnLora, HeadsFn, pass_inputs_to_adapter_dropout
+from megalith.nn.lora import HeadsFn, pass_inputs_to_adapter_dropout
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import ColumnParallelLinear, Init
+from megalith.parallel.tensor import Init
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
@@ -108,6 +109,14 @@ ChooseForm = Callable[[MLAConfig, Sequence[tuple[int, int]]], LatentForm]
 """Chooses the form for documents with (queries, keys)."""
 
 
+def expand_for_adapters(
+    kv_up: BatchedLora, choose: ChooseForm, sizes: MLAConfig, lengths: Sequence[tuple[int, int]]
+) -> LatentForm:
+    """Return the expanded form if a token has an adapter of the up projection, because the absorbed
+    form has one projection for all tokens; else what `choose` returns."""
+    return "expanded" if kv_up.is_adapted else choose(sizes, lengths)
+
+
 def no_recompute(find: HeadsFn) -> HeadsFn:
     """Return the function itself: its intermediates are saved for backward."""
     return find
@@ -143,7 +152,7 @@ class LatentAttention(nn.Module):
         self.num_heads = heads[mesh.tp.rank]
         start = Init(config.init_std)
 
-        def of_heads(word: str, features: int, columns: int) -> ColumnParallelLinear | ColumnLora:
+        def of_heads(word: str, features: int, columns: int) -> ColumnLinear:
             shard = Shard.full(f"{name}.{word}", (n, features, columns)).split_dim(
                 0,
                 heads,
@@ -169,6 +178,8 @@ class LatentAttention(nn.Module):
             )
         self.kv_down, self.kv_norm = short("kv_down", sizes.kv_rank, sizes.rope_dim)
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
+        if isinstance(self.kv_up, BatchedLora):
+            self.reading = partial(expand_for_adapters, self.kv_up, reading)
         self.out = output_linear(name, config, context, heads)
         around = (
             partial(Recomputed, check=recompute.check, saves_rope_tables=True)

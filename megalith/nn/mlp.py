@@ -18,9 +18,8 @@ from megalith.kernels.linear import (
     register_recompute,
     split_rows,
 )
-from megalith.nn.build import BuildContext
-from megalith.nn.lora import ColumnLora, RowLora
-from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, RowParallelLinear
+from megalith.nn.build import BuildContext, ColumnLinear, RowLinear
+from megalith.parallel.tensor import ZEROS, Init
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
@@ -119,7 +118,7 @@ def recompute_activation(
 
 def _up(
     name: str, stack: tuple[int, ...], config: ModelConfig, context: BuildContext
-) -> ColumnParallelLinear | ColumnLora:
+) -> ColumnLinear:
     """Build the up projection to the local inner features: one matrix [f, h], or several, [*stack,
     f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
@@ -131,7 +130,7 @@ def _up(
     return context.column_linear([(weight, Init(config.init_std))], biases)
 
 
-def _down(name: str, config: ModelConfig, context: BuildContext) -> RowParallelLinear | RowLora:
+def _down(name: str, config: ModelConfig, context: BuildContext) -> RowLinear:
     """Build the down projection [h, f] from the local inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
     tp = context.mesh.tp

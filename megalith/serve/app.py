@@ -51,10 +51,12 @@ from megalith.serve.models import (
     get_ready,
     get_version,
     list_models,
+    load_lora_adapter,
     pause,
     render_metrics,
     reset_prefix_cache,
     resume,
+    unload_lora_adapter,
 )
 from megalith.serve.responses import create_response
 from megalith.serve.sse import HEADERS, event, json_bytes
@@ -130,6 +132,18 @@ ENDPOINTS = (
     ),
     Endpoint("GET", ("/ready",), get_ready, "200 while requests are accepted", False),
     Endpoint("GET", ("/version",), get_version, "version of the server"),
+    Endpoint(
+        "POST",
+        ("/v1/load_lora_adapter",),
+        load_lora_adapter,
+        "serve a LoRA adapter, {lora_name, lora_path} (--enable-admin)",
+    ),
+    Endpoint(
+        "POST",
+        ("/v1/unload_lora_adapter",),
+        unload_lora_adapter,
+        "end serving an adapter, {lora_name} (--enable-admin)",
+    ),
     Endpoint("POST", ("/abort",), abort, "end requests in flight (--enable-admin)"),
     Endpoint(
         "POST",

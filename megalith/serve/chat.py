@@ -388,7 +388,9 @@ class _ChatResponse:
 
     @asynccontextmanager
     async def _generate(self, uid: str) -> AsyncIterator[Generation]:
-        request = PromptRequest(self._request.token_ids, self._request.params)
+        request = PromptRequest(
+            self._request.token_ids, self._request.params, adapter=self._request.model.adapter
+        )
         with name_structured_output(self._request.output.field_names):
             async with self._state.client.generate([request], uid=uid) as generation:
                 yield generation

@@ -52,6 +52,9 @@ class PromptRequest:
     pooling: Pooling | None = None
     """Return an embedding instead of tokens."""
 
+    adapter: str | None = None
+    """Name of a LoRA adapter; None: the base model."""
+
 
 @dataclass(slots=True)
 class Generation:
@@ -164,9 +167,16 @@ class EngineClient:
             self.num_sequences += request.params.n
             self.num_prompt_tokens += len(request.token_ids)
             name = uid if len(requests) == 1 else f"{uid}-{index}"
-            params = request.params.to_dict()
             self._send(
-                AddRequest(number, name, request.token_ids, params, arrival_time, request.pooling)
+                AddRequest(
+                    number,
+                    name,
+                    request.token_ids,
+                    request.params.to_dict(),
+                    arrival_time,
+                    request.pooling,
+                    request.adapter,
+                )
             )
         try:
             yield generation
@@ -176,11 +186,17 @@ class EngineClient:
                     self._finish(number)
                     self._send(AbortRequest(number))
 
-    async def call(self, command: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:
+    async def call(
+        self,
+        command: str,
+        arguments: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = 60.0,
+    ) -> dict[str, Any]:
         """Call a command of the engine and return its result.
 
         Raises:
-            ApiError: 503, the engine has ended or does not answer; 500, the command failed.
+            ApiError: 503, the engine has ended or does not answer; else the command failed.
         """
         if self.failed is not None:
             raise self.failed
@@ -188,7 +204,7 @@ class EngineClient:
         self._num_calls += 1
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._send(EngineCall(call_id, command))
+        self._send(EngineCall(call_id, command, arguments or {}))
         try:
             async with asyncio.timeout(timeout_s):
                 result = await future
@@ -197,7 +213,7 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
         if "error" in result:
-            raise ApiError(500, str(result["error"]))
+            raise ApiError(int(result["status"]), str(result["error"]))
         return result
 
     def abort(self, uid: str | None) -> int:

@@ -247,7 +247,7 @@ class _CompletionResponse:
     @asynccontextmanager
     async def _generate(self, uid: str) -> AsyncIterator[Generation]:
         requests = [
-            PromptRequest(prompt.token_ids, params)
+            PromptRequest(prompt.token_ids, params, adapter=self._request.model.adapter)
             for prompt, params in zip(self._request.prompts, self._request.params, strict=True)
         ]
         with name_structured_output({}):

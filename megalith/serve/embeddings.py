@@ -52,7 +52,10 @@ async def create_embeddings(state: ServerState, context: RequestContext) -> dict
     num_tokens = sum(len(item.token_ids) for item in request.inputs)
     state.check_capacity(len(request.inputs), num_tokens)
     pooling = state.config.pooling
-    prompts = [PromptRequest(item.token_ids, request.params, pooling) for item in request.inputs]
+    adapter = request.model.adapter
+    prompts = [
+        PromptRequest(item.token_ids, request.params, pooling, adapter) for item in request.inputs
+    ]
     async with state.client.generate(prompts, uid=context.request_id) as generation:
         await collect_choices(generation)
     data = await asyncio.to_thread(_encode_all, generation.prompts, request)

@@ -120,7 +120,8 @@ def warm_up(generator: TextGenerator, config: EngineConfig) -> None:
     before the first request."""
     length = min(WARM_UP_TOKENS, generator.model.config.max_seq_len)
     cache = replace(config.cache, num_blocks=2 * WARM_UP_TOKENS)
-    engine = build_engine(generator, replace(config, cache=cache, max_model_len=length))
+    config = replace(config, cache=cache, max_model_len=length, max_adapters=0, adapters=())
+    engine = build_engine(generator, config)
     params = SamplingParams(n=2, max_new_tokens=2, seed=0, logprobs=1, ignore_eos=True)
     engine.add_request([0] * max(1, length // 2), params)
     while engine.has_unfinished:
@@ -161,6 +162,7 @@ def describe_model(
         hidden_size=engine.model_config.hidden_size,
         max_num_seqs=engine.config.max_num_seqs,
         generation_defaults=read_generation_defaults(source),
+        adapters={} if engine.runner.adapters is None else engine.runner.adapters.paths,
     )
 
 

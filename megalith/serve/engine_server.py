@@ -18,6 +18,7 @@ from megalith.config.generation import (
     sampling_problems,
 )
 from megalith.errors import UserError
+from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
 from megalith.infer.engine import InferenceEngine, deadline_error
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.sample import TokenLogprobs
@@ -111,10 +112,12 @@ class EngineServer:
         self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
         self._compiling: dict[int, _CompilingRequest] = {}
         """By the client's number; on rank 0."""
-        self._commands: Mapping[str, Callable[[], dict[str, Any]]] = {
+        self._commands: Mapping[str, Callable[..., dict[str, Any]]] = {
             "stats": self._stats,
             "metrics": self._render_metrics,
             "reset_prefix_cache": self._reset_prefix_cache,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
             "pause": self._pause,
             "resume": self._resume,
             "shutdown": self._shutdown,
@@ -243,7 +246,7 @@ class EngineServer:
     def _reject(self, message: AddRequest, error: BaseException) -> None:
         """Reject a request because of its error, or of a bug, which must fail this request only."""
         if isinstance(error, UserError):
-            self.send(RequestRejected(message.request_id, 400, str(error)))
+            self.send(RequestRejected(message.request_id, find_status(error), str(error)))
             return
         _logger.error("request %s cannot be added", message.uid, exc_info=error)
         text = f"internal error: {type(error).__name__}"
@@ -283,11 +286,11 @@ class EngineServer:
                     self._send_outputs(self.engine.abort(self._numbers[request_id]))
             case ExpireRequest(request_id):
                 self._expire(request_id)
-            case EngineCall(call_id, "drain"):
+            case EngineCall(call_id, "drain", _):
                 self._drains.append(call_id)
                 self._is_paused = False  # the requests in flight finish
-            case EngineCall(call_id, command) if command in self._commands:
-                self.send(Reply(call_id, self._execute(command)))
+            case EngineCall(call_id, command, arguments) if command in self._commands:
+                self.send(Reply(call_id, self._execute(command, arguments)))
             case _:
                 raise ProtocolError(f"unexpected {message!r:.100}")
 
@@ -308,6 +311,7 @@ class EngineServer:
                 replace(params, deadline_s=None),  # rank 0 decides which requests have expired
                 arrival_time=message.arrival_time,
                 pooling=message.pooling,
+                adapter=message.adapter,
             )
         except Exception as error:
             self._reject(message, error)
@@ -355,13 +359,15 @@ class EngineServer:
                 del self._numbers[self._requests.pop(number).request_id]
         self.send(StepOutputs(prompts, updates))
 
-    def _execute(self, command: str) -> dict[str, Any]:
+    def _execute(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of a command."""
         try:
-            return self._commands[command]()
+            return self._commands[command](**arguments)
+        except UserError as error:
+            return {"error": str(error), "status": find_status(error)}
         except Exception as error:  # the requests in flight continue
             _logger.exception("the command %s failed", command)
-            return {"error": f"internal error in {command}: {type(error).__name__}"}
+            return {"error": f"internal error in {command}: {type(error).__name__}", "status": 500}
 
     def _stats(self) -> dict[str, Any]:
         stats = self.engine.scheduler.make_stats()
@@ -390,10 +396,25 @@ class EngineServer:
         self.engine.scheduler.reset_prefix_cache()
         return {}
 
+    def _load_adapter(self, *, lora_name: str, lora_path: str) -> dict[str, Any]:
+        self.engine.load_adapter(lora_name, lora_path)
+        return {}
+
+    def _unload_adapter(self, *, lora_name: str) -> dict[str, Any]:
+        self.engine.unload_adapter(lora_name)
+        return {}
+
     def _shutdown(self) -> dict[str, Any]:
         self._is_stopped = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         return {}
+
+
+def find_status(error: UserError) -> int:
+    """Return the HTTP status of a request that the engine rejected."""
+    if isinstance(error, UnknownAdapterError):
+        return 404
+    return 429 if isinstance(error, AdaptersInUseError) else 400
 
 
 def read_deadline(message: AddRequest) -> float | None:

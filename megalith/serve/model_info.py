@@ -39,6 +39,9 @@ class ModelInfo:
     generation_defaults: dict[str, Any]
     """Sampling parameters of the model's generation_config.json."""
 
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Folders of the LoRA adapters that are loaded at the start, by name."""
+
 
 class RenderedPrompt(NamedTuple):
     """A conversation as the chat template writes it."""
@@ -58,8 +61,17 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of loading."""
 
+    adapter_path: str | None = None
+    """Folder of a LoRA adapter, which has the tokenizer and the template of its base; None: the
+    base model."""
+
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """A template renders in one thread at a time: its sandbox counts the work of a rendering."""
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the LoRA adapter; None: the base model."""
+        return None if self.adapter_path is None else self.name
 
     def render(
         self,

@@ -1,5 +1,6 @@
 """Endpoints about the server: models, health, readiness, version, metrics and control."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megalith import __version__
@@ -10,8 +11,9 @@ from megalith.serve.state import RequestContext, ServerState
 
 
 async def list_models(state: ServerState, context: RequestContext) -> dict[str, Any]:
-    """GET /v1/models: the served models."""
-    return {"object": "list", "data": [_describe(state.check_ready())]}
+    """GET /v1/models: the served models, the base model first."""
+    models = [state.check_ready(), *state.adapters.values()]
+    return {"object": "list", "data": [_describe(state, model) for model in models]}
 
 
 async def get_model(state: ServerState, context: RequestContext) -> dict[str, Any]:
@@ -20,17 +22,17 @@ async def get_model(state: ServerState, context: RequestContext) -> dict[str, An
     Raises:
         ApiError: 404, there is no such model.
     """
-    return _describe(state.find_model(context.path.partition("/models/")[2]))
+    return _describe(state, state.find_model(context.path.partition("/models/")[2]))
 
 
-def _describe(model: ServedModel) -> dict[str, Any]:
+def _describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "megalith",
-        "root": model.info.path,
-        "parent": None,
+        "root": model.adapter_path or model.info.path,
+        "parent": None if model.adapter is None else state.check_ready().name,
         "max_model_len": model.info.max_model_len,
     }
 
@@ -97,6 +99,55 @@ async def resume(state: ServerState, context: RequestContext) -> dict[str, Any]:
         ApiError: 404, the control endpoints are off.
     """
     return await _call_admin(state, context, "resume")
+
+
+async def load_lora_adapter(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /v1/load_lora_adapter: serve the LoRA adapter in a folder of the server under a name.
+    Requests in flight of the same name finish with the weights that they have.
+
+    Raises:
+        ApiError: 404, the control endpoints are off; 400, the fields are invalid, the folder cannot
+            be used, or the server holds no adapters; 429, all adapters have requests in flight.
+    """
+    _check_admin(state, context)
+    model = state.check_ready()
+    name = _read_text(context.body, "lora_name", "sql")
+    path = _read_text(context.body, "lora_path", "runs/lora_sql")
+    if name == model.name:
+        raise invalid(
+            f"lora_name={name!r} is the name of the base model. Use another name.", "lora_name"
+        )
+    arguments = {"lora_name": name, "lora_path": path}
+    await state.client.call("load_adapter", arguments, timeout_s=None)
+    state.add_adapter(name, path)
+    return {"status": "ok"}
+
+
+async def unload_lora_adapter(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /v1/unload_lora_adapter: end serving an adapter; its requests in flight finish.
+
+    Raises:
+        ApiError: 404, the control endpoints are off, or there is no such adapter; 400, the fields
+            are invalid, or the server holds no adapters.
+    """
+    _check_admin(state, context)
+    state.check_ready()
+    name = _read_text(context.body, "lora_name", "sql")
+    await state.client.call("unload_adapter", {"lora_name": name})
+    state.adapters.pop(name, None)
+    return {"status": "ok"}
+
+
+def _read_text(body: Mapping[str, Any], name: str, example: str) -> str:
+    """Return a text of a request.
+
+    Raises:
+        ApiError: it is missing, empty or no text.
+    """
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise invalid(f"{name}={value!r:.60} must be a text, such as {example!r}.", name)
+    return value
 
 
 async def abort(state: ServerState, context: RequestContext) -> dict[str, Any]:

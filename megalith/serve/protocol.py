@@ -5,7 +5,7 @@ receiver logs and drops it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from megalith.config.serve import Pooling
@@ -34,6 +34,9 @@ class AddRequest:
     pooling: Pooling | None
     """Return an embedding of the prompt instead of tokens."""
 
+    adapter: str | None = None
+    """Name of a LoRA adapter; None: the base model."""
+
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
@@ -56,7 +59,10 @@ class EngineCall:
 
     call_id: int
     command: str
-    """reset_prefix_cache, stats, metrics, pause, resume, drain or shutdown."""
+    """reset_prefix_cache, load_adapter, unload_adapter, stats, metrics, pause, resume, drain or
+    shutdown."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)  # JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Reply:
 
     call_id: int
     result: dict[str, Any]  # JSON
+    """With `error`, a message, and `status`, an HTTP status code, if it failed."""
 
 
 @dataclass(frozen=True, slots=True)

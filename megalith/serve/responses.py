@@ -276,7 +276,9 @@ class _Response:
             yield self._event("response.failed", response=failed)
 
     def _generate(self, uid: str) -> Any:  # the context manager of EngineClient.generate
-        request = PromptRequest(self._request.token_ids, self._request.params)
+        request = PromptRequest(
+            self._request.token_ids, self._request.params, adapter=self._request.model.adapter
+        )
         return self._state.client.generate([request], uid=uid)
 
     # --- events

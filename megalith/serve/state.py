@@ -1,6 +1,7 @@
 """State of the HTTP process: the model, the engine, and the admission of requests."""
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalith.config.server import ServeConfig
@@ -24,6 +25,9 @@ class ServerState:
     model: ServedModel | None = None
     """None: the engine process still loads it."""
 
+    adapters: dict[str, ServedModel] = field(default_factory=dict)
+    """The model with each LoRA adapter, by name."""
+
     texts: TokenTexts | None = None
     is_draining: bool = False
 
@@ -31,6 +35,15 @@ class ServerState:
         """Set the loaded model."""
         self.model = build_served_model(self.config.served_model_name, info)
         self.texts = TokenTexts(self.model.tokenizer)
+        for name, path in info.adapters.items():
+            self.add_adapter(name, path)
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Serve a loaded LoRA adapter under its name."""
+        assert self.model is not None, "it is the base"
+        self.adapters[name] = replace(
+            self.model, name=name, adapter_path=path, created=int(time.time())
+        )
 
     def check_ready(self) -> ServedModel:
         """Return the model.
@@ -51,7 +64,7 @@ class ServerState:
         return self.model
 
     def find_model(self, name: Any) -> ServedModel:  # JSON
-        """Return the model that a request names.
+        """Return the model that a request names: the base model, or an adapter of it.
 
         Raises:
             ApiError: 404, there is no such model; 503, it is not ready.
@@ -59,14 +72,17 @@ class ServerState:
         model = self.check_ready()
         if name is None:
             raise ApiError(400, f"model is missing. Use {model.name!r}.", "model")
-        if name != model.name:
+        if name == model.name:
+            return model
+        if not isinstance(name, str) or name not in self.adapters:
+            names = ", ".join(map(repr, [model.name, *self.adapters]))
             raise ApiError(
                 404,
-                f"model={name!r:.100}: this server has no such model. Use {model.name!r}.",
+                f"model={name!r:.100}: this server has no such model. Use {names}.",
                 "model",
                 "model_not_found",
             )
-        return model
+        return self.adapters[name]
 
     def token_texts(self) -> TokenTexts:
         """Return the texts of the model's tokens."""

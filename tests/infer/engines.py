@@ -126,15 +126,18 @@ def run(
     engine: InferenceEngine,
     requests: Sequence[tuple[Sequence[int], SamplingParams]],
     arrivals: Mapping[int, int] | None = None,
+    adapters: Sequence[str | None] | None = None,
 ) -> list[RequestOutput]:
-    """Run requests to their end; request i arrives before step `arrivals[i]`, by default 0."""
-    arrivals = arrivals or {}
+    """Run requests to their end; request i arrives before step `arrivals[i]`, by default 0, and has
+    the adapter `adapters[i]`, by default none."""
+    arrivals, adapters = arrivals or {}, adapters or [None] * len(requests)
     results: dict[int, RequestOutput] = {}
     step = 0
     while len(results) < len(requests) or engine.has_unfinished:
         for index, (prompt, params) in enumerate(requests):
             if index not in results and arrivals.get(index, 0) <= step:
-                results[index] = engine.output_of(engine.add_request(prompt, params))
+                number = engine.add_request(prompt, params, adapter=adapters[index])
+                results[index] = engine.output_of(number)
         engine.step()
         step += 1
         assert step < 5000, "the engine makes no progress"

@@ -60,8 +60,10 @@ from tests.serve.servers import ROOT
 MESSAGES: tuple[Message, ...] = (
     AddRequest(1, "uid", [1, 2], {"temperature": 0.5}, 3.5, None),
     AddRequest(1, "uid", [1, 2], {"max_new_tokens": 0}, 3.5, "mean"),
+    AddRequest(1, "uid", [1, 2], {}, 3.5, None, "sql"),
     AbortRequest(1),
     EngineCall(2, "stats"),
+    EngineCall(2, "unload_adapter", {"lora_name": "sql"}),
     Reply(2, {"a": [1, None]}),
     Ready({"path": "x"}),
     LoadFailed("why"),
@@ -87,9 +89,10 @@ BAD_FRAMES = (
     msgpack.packb([21]),
     msgpack.packb([21, "1"]),
     msgpack.packb([21, True]),
-    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3]),
+    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, None, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3]),
     msgpack.packb([30, 1, "stats", 2]),
 )
 
@@ -216,7 +219,8 @@ def test_failed_command_does_not_end_the_loop(peer: Peer, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(peer.server.engine.scheduler, "reset_prefix_cache", fail)
     result = peer.call(1, "reset_prefix_cache")
-    assert result == {"error": "internal error in reset_prefix_cache: RuntimeError"}
+    text = "internal error in reset_prefix_cache: RuntimeError"
+    assert result == {"error": text, "status": 500}
     peer.send(request(2))
     assert len(peer.read_request()[1]) == 3
 

@@ -24,6 +24,9 @@ class SequenceState:
     salt: bytes = b""
     """Weight version, adapter, tenant: sequences with different salts share no cached blocks."""
 
+    adapter: int | None = None
+    """Number of its LoRA adapter, whose weights the salt identifies; None: the base model."""
+
     reads_prefix_cache: bool = True
     """Skip tokens that the prefix cache contains; False where the logits of all are needed."""
 
