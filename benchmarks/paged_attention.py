@@ -106,7 +106,7 @@ def gather_and_attend(
 ) -> Tensor:
     """Gather the visible keys and values of all rows, and attend to them."""
     lengths = visible_key_lengths(metadata.lengths, scores)
-    k, v = (gather(cache, metadata, lengths) for cache in (keys, values))
+    k, v = (gather(cache, metadata, lengths, q.dtype) for cache in (keys, values))
     return attention(q, k, v, seq_params_from_queries(list(lengths)), scores)
 
 
