@@ -12,18 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.model import MTPConfig
+from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.serve import KVCacheDtype
 from megalith.errors import ConfigError
 from megalith.infer.batch_invariance import logprob_values
 from megalith.infer.cache import attention_views, check_cache_dtype, plan_cache
 from megalith.infer.draft_model import DraftModelProposer
+from megalith.infer.load import generation_layout
 from megalith.infer.mtp_drafts import MTPProposer
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention.kv_blocks import KVBlocks
 from megalith.kernels.layer_inputs import Attend
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
+from megalith.parallel.mesh import build_mesh
+from megalith.plan.grid import model_grid
+from megalith.testing.ranks import run_ranks
 from tests.infer.engines import (
     SAMPLED,
     ReferenceProposer,
@@ -192,6 +196,24 @@ def test_bytes_per_token_include_the_scales(tiny: SimpleNamespace) -> None:
     assert sizes[1, "int8"] == sizes[1, "fp8_e4m3"] == per_head * 2 * (64 + 4)
     for dtype in ("auto", "int8", "fp8_e4m3"):
         assert sizes[2, dtype] * 2 == sizes[1, dtype]
+
+
+def generate_on_rank(rank: int, world: int, config: ModelConfig, make: Any) -> list[Any]:
+    mesh = build_mesh(model_grid(generation_layout(config, world), config, world), rank=rank)
+    model = make(config, mesh, dtype=torch.float64)
+    engine = build(model, cache_dtype="int8", max_num_batched_tokens=8, max_num_seqs=8)
+    return run(engine, [(prompt, SAMPLED) for prompt in ([5, 17, 3], list(range(12)))])
+
+
+def test_tensor_parallel_ranks_have_the_scales_of_their_heads(tiny: SimpleNamespace) -> None:
+    config = tiny.config(num_heads=6, num_kv_heads=2)
+    for outputs in run_ranks(generate_on_rank, 2, config, tiny.model):
+        for output in outputs:
+            check_logprobs(
+                tiny.model(config, dtype=torch.float64),
+                output,
+                forward=partial(rounded_logprobs, "int8"),
+            )
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])

@@ -535,3 +535,9 @@ def test_unsupported_scores_are_reported() -> None:
         run(step, Scores(relative=8))
     with pytest.raises(ConfigError, match="kernel=numba does not support float64"):
         run(step, Scores(), None, "numba")
+    quantized = build_step([(1, 4)], cache_dtype=torch.int8)
+    message = (
+        "float64 queries on cpu with caches in int8: it takes fp32 or bf16 .* Use kernel=torch"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(quantized, Scores(), None, "numba")
