@@ -1,11 +1,12 @@
 """Paged attention beside gathering + `attention`, and beside torch's SDPA on contiguous keys, on
 this CPU.
 
-    python benchmarks/paged_attention.py [--threads 2] [--rounds 21] [--only decode,gqa]
+    python benchmarks/paged_attention.py [--threads 2] [--rounds 21] [--only decode,gqa] [--cpu]
 
 All contenders take turns in one process. A line shows the time of the paged kernel, the rate at
 which it reads keys and values, and how many times as fast it is as each other contender: the median
-over the rounds of the ratio of two times of the same round, and its quartiles. SDPA reads keys and
+over the rounds of the ratio of two times of the same round, and its quartiles; `--cpu`: of CPU
+times. int8 and fp8: the paged kernel with a quantized cache. SDPA reads keys and
 values that lie in one tensor per row, which a paged cache does not have: it is the bound that the
 kernel is compared with.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.kernels.attention.dispatch import attention, visible_key_lengths
+from megalith.kernels.attention.kv_blocks import quantize_rows
 from megalith.kernels.attention.paged import (
     PagedMetadata,
     build_paged_metadata,
@@ -34,6 +36,7 @@ from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.kernels.packed import seq_params_from_queries
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 Contenders = dict[str, Callable[[], object]]
 
 
@@ -87,15 +90,28 @@ def build_contenders(case: Case, dtype: torch.dtype) -> Contenders:
     if case.rope_dim:
         q_rope, rope_cache = random(*q.shape[:2], case.rope_dim), random(*pool, case.rope_dim)
         run = partial(paged_latent_attention, q, q_rope, cache, rope_cache, metadata, case.scores)
+
+        def quantized(dtype: torch.dtype) -> Callable[..., object]:
+            latents, rotated = (quantize_rows(one, dtype) for one in (cache, rope_cache))
+            return partial(
+                paged_latent_attention, q, q_rope, latents, rotated, metadata, case.scores
+            )
+
         joined = torch.cat([cache, rope_cache], dim=-1)
         queries = torch.cat([q, q_rope], dim=-1)
         others = _gathering(queries, joined, cache, metadata, case)
     else:
         values = random(*pool, case.d)
         run = partial(paged_attention, q, cache, values, metadata, case.scores)
+
+        def quantized(dtype: torch.dtype) -> Callable[..., object]:
+            blocks = quantize_rows(cache, dtype), quantize_rows(values, dtype)
+            return partial(paged_attention, q, *blocks, metadata, case.scores)
+
         others = _gathering(q, cache, values, metadata, case)
     return {
         "paged": partial(run, batch_invariant=True),
+        **{name: partial(quantized(d), batch_invariant=True) for name, d in QUANTIZED.items()},
         "torch": partial(run, kernel="torch"),
         **others,
     }
@@ -106,7 +122,7 @@ def gather_and_attend(
 ) -> Tensor:
     """Gather the visible keys and values of all rows, and attend to them."""
     lengths = visible_key_lengths(metadata.lengths, scores)
-    k, v = (gather(cache, metadata, lengths) for cache in (keys, values))
+    k, v = (gather(cache, metadata, lengths, q.dtype) for cache in (keys, values))
     return attention(q, k, v, seq_params_from_queries(list(lengths)), scores)
 
 
@@ -133,11 +149,11 @@ def _gathering(
     return contenders
 
 
-def measure(name: str, dtype_name: str, rounds: int) -> str:
+def measure(name: str, dtype_name: str, rounds: int, *, uses_cpu_time: bool) -> str:
     """Return the line of one case."""
     case, dtype = CASES[name], DTYPES[dtype_name]
     turns = take_turns(build_contenders(case, dtype), rounds=rounds, warmup=3)
-    seconds = turns.seconds
+    seconds = turns.cpu_seconds if uses_cpu_time else turns.seconds
     keys = case.keys if case.scores.window is None else case.scores.window
     widths = case.d + case.rope_dim if case.rope_dim else 2 * case.d
     nbytes = case.rows * keys * case.kv_heads * widths * dtype.itemsize
@@ -158,13 +174,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--dtype", default="fp32,bf16")
+    parser.add_argument("--cpu", action="store_true", help="compare CPU times")
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
         for name in options.only.split(","):
             for dtype_name in options.dtype.split(","):
-                print(measure(name, dtype_name, options.rounds), flush=True)
+                line = measure(name, dtype_name, options.rounds, uses_cpu_time=options.cpu)
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

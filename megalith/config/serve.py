@@ -9,6 +9,10 @@ Quantization = Literal["none", "int8"]
 """Format of the weights of matmuls during inference. none: the dtype of the model; int8: one scale
 per output channel, activations keep their dtype."""
 
+KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
+"""Format of keys and values in the KV cache. auto: the dtype of the model; int8, fp8_e4m3: one fp32
+scale per token and head."""
+
 Pooling = Literal["last", "mean"]
 """Hidden state that is the embedding of a text: that of its last token, or the mean."""
 
@@ -26,6 +30,10 @@ class CacheConfig:
 
     memory_fraction: Annotated[float, Gt(0), Le(1), Example(0.3)] = 0.3
     """Fraction of the memory that is free after loading the model which the KV cache may use."""
+
+    dtype: KVCacheDtype = "auto"
+    """Format of the stored keys and values, also of a draft model. auto: the dtype of the model;
+    int8 and fp8_e4m3 hold about twice as many tokens as bf16, with a small loss of accuracy."""
 
     prefix_caching: bool = True
     """Reuse the keys and values of a common prefix with an earlier request."""

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from megalith.config.kernels import BackendName
 from megalith.config.model import ModelConfig
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, KVCacheDtype
 from megalith.errors import ConfigError
+from megalith.kernels.attention.kv_blocks import SCALE_NBYTES, KVBlocks, allocate_blocks
 from megalith.kernels.attention.paged import (
     PagedMetadata,
     build_paged_metadata,
     paged_attention,
+    paged_latent_attention,
     store,
     unsupported_reason,
 )
@@ -36,6 +38,25 @@ from megalith.plan.serving.cache_layout import (
     plan_cache_layout,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SchedulerConfig
+
+TORCH_DTYPES: dict[KVCacheDtype, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""Dtypes of quantized keys and values."""
+
+
+def check_cache_dtype(dtype: KVCacheDtype, device: torch.device) -> None:
+    """Check that the device supports the format of keys and values.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if dtype == "fp8_e4m3" and device.type == "mps":
+        raise ConfigError(
+            "cache.dtype=fp8_e4m3 is not supported on mps, where torch has no fp8. Set cache.dtype "
+            "to int8 or auto."
+        )
 
 
 def attention_views(model: ModelConfig) -> list[AttentionView | None]:
@@ -59,19 +80,26 @@ def count_attentions(model: ModelConfig, layers: range) -> tuple[int, int]:
     return sum(counts[: layers.start]), sum(counts)
 
 
-def kv_bytes_per_token(model: ModelConfig, *, tp: int, element_size: int) -> list[int]:
+def kv_bytes_per_token(
+    model: ModelConfig, *, tp: int, element_size: int, dtype: KVCacheDtype = "auto"
+) -> list[int]:
     """Return the bytes that each attention of `attention_views` stores per token on one of `tp`
-    ranks: keys and values of the local heads, or the latent vector and the shared rotated key."""
+    ranks: keys and values of the local heads, or the latent vector and the shared rotated key; in
+    `dtype`, or for auto with `element_size` bytes per element."""
     sizes = []
+    scale_size = 0
+    if dtype != "auto":
+        element_size, scale_size = TORCH_DTYPES[dtype].itemsize, SCALE_NBYTES
     for layer in range(model.num_layers):
         own = model.at(layer)
         heads = max(1, -(-own.num_kv_heads // tp))
-        width = heads * 2 * own.head_size()
+        keys_and_values = heads * 2 * (own.head_size() * element_size + scale_size)
+        size = keys_and_values
         if own.mla is not None:
-            width = own.mla.kv_rank + own.mla.rope_dim
-        sizes.append(width * element_size if model.attention_part(layer) == "full" else 0)
+            size = (own.mla.kv_rank + own.mla.rope_dim) * element_size + 2 * scale_size
+        sizes.append(size if model.attention_part(layer) == "full" else 0)
         if model.uses_cross_layer_source(layer):
-            sizes.append(heads * 2 * own.head_size() * element_size)
+            sizes.append(keys_and_values)
     return sizes
 
 
@@ -89,14 +117,23 @@ class CachePlan:
     has_states: bool
     """Whether layers may have recurrent states, which cannot be reused from a prefix."""
 
+    dtype: KVCacheDtype = "auto"
+    """Format of keys and values."""
+
 
 def plan_cache(
-    model: ModelConfig, *, tp: int, element_size: int, layers: range | None = None
+    model: ModelConfig,
+    *,
+    tp: int,
+    element_size: int,
+    dtype: KVCacheDtype = "auto",
+    layers: range | None = None,
 ) -> CachePlan:
-    """Plan the KV cache of a model on one of `tp` ranks; `layers`: those of its pipeline stage,
-    which stores their keys and values only, in the blocks that all stages plan."""
+    """Plan the KV cache of a model on one of `tp` ranks; arguments as of `kv_bytes_per_token`.
+    `layers`: those of its pipeline stage, which stores their keys and values only, in the blocks
+    that all stages plan."""
     views = attention_views(model)
-    sizes = kv_bytes_per_token(model, tp=tp, element_size=element_size)
+    sizes = kv_bytes_per_token(model, tp=tp, element_size=element_size, dtype=dtype)
     layout = plan_cache_layout([view for view in views if view is not None])
     plugins = model.plugins.attention is not None or model.plugins.block is not None
     remaining = iter(layout.slots)
@@ -109,7 +146,7 @@ def plan_cache(
         if slot is not None:
             slot_sizes[slot[1]].add(size)
     bytes_per_token = sum(sum(sizes_of_slot) for sizes_of_slot in slot_sizes)
-    return CachePlan(layout, slots, bytes_per_token, has_states=plugins)
+    return CachePlan(layout, slots, bytes_per_token, has_states=plugins, dtype=dtype)
 
 
 class PoolSize(NamedTuple):
@@ -205,26 +242,27 @@ class PagedKVCache:
         """`kernel`: backend of paged attention."""
         self.plan, self.num_blocks, self.block_size = plan, num_blocks, block_size
         self.batch_invariant, self.kernel = batch_invariant, kernel
-        self._pool: dict[tuple[int, str, tuple[int, int]], Tensor] = {}
+        self._pool: dict[tuple[int, str, tuple[int, int]], KVBlocks] = {}
         self._states: dict[tuple[int, int], Tensor] = {}
         """State of (attention, request)."""
         self._new_states: dict[tuple[int, int], Tensor] = {}
         """States of the current step, which replace the others when the step succeeds."""
 
-    def pool_of(self, slot: int, role: str, rows: Tensor) -> Tensor:
+    def pool_of(self, slot: int, role: str, rows: Tensor) -> KVBlocks:
         """Return the blocks [blocks, g, T, d] of a slot for rows like `rows` [t, g, d]."""
         heads, width = rows.shape[1], rows.shape[2]
         pool_key = slot, role, (heads, width)
         pool = self._pool.get(pool_key)
         if pool is None:
-            pool = rows.new_empty(self.num_blocks, heads, self.block_size, width)
+            shape = self.num_blocks, heads, self.block_size, width
+            pool = allocate_blocks(shape, rows, TORCH_DTYPES.get(self.plan.dtype, rows.dtype))
             self._pool[pool_key] = pool
         return pool
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the allocated blocks."""
-        return sum(pool.numel() * pool.element_size() for pool in self._pool.values())
+        return sum(pool.num_bytes for pool in self._pool.values())
 
     def layers(self, step: "StepBlocks") -> list[LayerCache]:
         """Return the layer caches of a forward pass, one per attention of the model."""
@@ -236,9 +274,8 @@ class PagedKVCache:
         """Copy blocks (source, destination) in all slots, for copy-on-write."""
         if not pairs:
             return
-        sources, destinations = (list(numbers) for numbers in zip(*pairs, strict=True))
         for pool in self._pool.values():
-            pool[destinations] = pool[sources]
+            pool.copy(pairs)
 
     def copy_states(self, parent: int, child: int) -> None:
         """Give `child` the recurrent states of `parent`."""
@@ -344,7 +381,19 @@ class PagedLayerCache:
         """Store k, v [t, g, d]; return the attention of q to all tokens of each row, by the paged
         kernel, or by `core` on gathered keys and values if it does not support the scores."""
         keys, values = self._store("k", k), self._store("v", v)
-        return self._attend(core, q, keys, values, seq_params, options)
+        if self._supports(options, seq_params):
+            return paged_attention(
+                q,
+                keys,
+                values,
+                self._metadata(),
+                options["scores"],
+                options.get("sinks"),
+                batch_invariant=self._cache.batch_invariant,
+                kernel=self._cache.kernel,
+            )
+        keys_and_values = self._gather(keys, q.dtype), self._gather(values, q.dtype)
+        return core(q, *keys_and_values, seq_params, **options)
 
     def attend_latent(
         self,
@@ -358,12 +407,24 @@ class PagedLayerCache:
     ) -> Tensor:
         """Store latent [t, 1, r + rope_dim]; return the attention of q [t, n, r + rope_dim] to the
         latent vectors of all tokens, whose first `value_size` features are the values."""
-        keys = self._store("latent", latent)
-        return self._attend(core, q, keys, keys[..., :value_size], seq_params, options)
+        parts = self._store_parts(latent, value_size)
+        if self._supports(options, seq_params):
+            return paged_latent_attention(
+                q[..., :value_size],
+                q[..., value_size:],
+                *parts,
+                self._metadata(),
+                options["scores"],
+                batch_invariant=self._cache.batch_invariant,
+                kernel=self._cache.kernel,
+            )
+        rows = self._gather_parts(parts, q.dtype)
+        return core(q, rows, rows[..., :value_size], seq_params, **options)
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Store rows [t, g, d] and return those of all tokens that the queries attend to."""
-        return self._gather(self._store("latent", rows))
+    def read(self, rows: Tensor, *, value_size: int) -> Tensor:
+        """Store rows [t, 1, r + rope_dim] as `attend_latent` does, and return those of all tokens
+        that the queries attend to."""
+        return self._gather_parts(self._store_parts(rows, value_size), rows.dtype)
 
     def state(
         self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]
@@ -380,7 +441,7 @@ class PagedLayerCache:
             self._cache.set_state(self._index, request, state)
         return y
 
-    def _store(self, role: str, rows: Tensor) -> Tensor:
+    def _store(self, role: str, rows: Tensor) -> KVBlocks:
         """Store rows [t, g, d] in their blocks and return the blocks."""
         assert self._slot is not None, f"attention {self._index} stores keys without a slot"
         group, slot = self._slot
@@ -388,32 +449,24 @@ class PagedLayerCache:
         store(blocks, rows, self._step.store_slots(group))
         return blocks
 
-    def _gather(self, blocks: Tensor) -> Tensor:
+    def _store_parts(self, rows: Tensor, value_size: int) -> tuple[KVBlocks, KVBlocks]:
+        """Store the latent vectors and the rotated keys of rows [t, 1, r + rope_dim], whose sizes
+        differ so much that they need scales of their own, and return the blocks of both."""
+        latents = self._store("latent", rows[..., :value_size])
+        return latents, self._store("rope", rows[..., value_size:])
+
+    def _gather(self, blocks: KVBlocks, dtype: torch.dtype) -> Tensor:
         """Return the rows [t_kv, g, d] that the queries attend to."""
         assert self._slot is not None
-        block, offset = self._step.gather_slots(self._slot[0])
-        return blocks[block, :, offset]
+        return blocks.read(*self._step.gather_slots(self._slot[0]), dtype)
 
-    def _attend(
-        self,
-        core: Attend,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        seq_params: PackedSeqParams,
-        options: AttendOptions,
-    ) -> Tensor:
+    def _gather_parts(self, parts: tuple[KVBlocks, KVBlocks], dtype: torch.dtype) -> Tensor:
+        return torch.cat([self._gather(part, dtype) for part in parts], dim=-1)
+
+    def _metadata(self) -> PagedMetadata:
         assert self._slot is not None
-        scores = options["scores"]
-        if unsupported_reason(scores) is None and seq_params.visible is None:
-            return paged_attention(
-                q,
-                keys,
-                values,
-                self._step.metadata(self._slot[0]),
-                scores,
-                options.get("sinks"),
-                batch_invariant=self._cache.batch_invariant,
-                kernel=self._cache.kernel,
-            )
-        return core(q, self._gather(keys), self._gather(values), seq_params, **options)
+        return self._step.metadata(self._slot[0])
+
+    def _supports(self, options: AttendOptions, seq_params: PackedSeqParams) -> bool:
+        """Whether the paged kernel supports the scores and the attention mask."""
+        return unsupported_reason(options["scores"]) is None and seq_params.visible is None

@@ -335,7 +335,8 @@ class InferenceEngine:
         attention = "gathered keys" if self.model_config.positions == "relative" else "paged"
         return (
             f"inference engine: {cache.num_blocks} KV cache blocks of {cache.block_size} tokens in "
-            f"{groups} groups, up to {mib:.1f} MiB; at most {config.max_num_seqs} sequences of "
+            f"{groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB; "
+            f"at most {config.max_num_seqs} sequences of "
             f"{self.max_model_len} tokens, {config.max_num_batched_tokens} tokens per step; "
             f"attention: {attention}; small-batch matmuls: {self.runner.limits}"
         )

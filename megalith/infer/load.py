@@ -41,7 +41,13 @@ from megalith.hf.pretrained import (
 from megalith.hf.release import release_run
 from megalith.infer.adapters import AdapterManager
 from megalith.infer.batch_invariance import check_batch_invariance
-from megalith.infer.cache import CachePlan, PagedKVCache, plan_cache, plan_pool
+from megalith.infer.cache import (
+    CachePlan,
+    PagedKVCache,
+    check_cache_dtype,
+    plan_cache,
+    plan_pool,
+)
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
 from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
@@ -437,10 +443,12 @@ def build_engine(
         )
     model = generator.model
     group, device = model.tp_comm.group, next(model.parameters()).device
+    check_cache_dtype(config.cache.dtype, device)
     plan = plan_cache(
         model.config,
         tp=group.size,
         element_size=model.dtype.itemsize,
+        dtype=config.cache.dtype,
         layers=model.stage.layers,
     )
     check_speculation(config, plan)
@@ -556,7 +564,13 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
     tp, element_size = model.tp_comm.group.size, model.dtype.itemsize
     if speculation.method == "mtp":
         num_layers = speculation.num_draft_tokens or max(1, model.config.mtp.num_layers)
-        return plan_mtp_cache(model.config, num_layers=num_layers, tp=tp, element_size=element_size)
+        return plan_mtp_cache(
+            model.config,
+            num_layers=num_layers,
+            tp=tp,
+            element_size=element_size,
+            dtype=config.cache.dtype,
+        )
     if speculation.method != "draft_model":
         return None
     if generator.draft_model is None:
@@ -564,7 +578,9 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
             f"speculation.draft_model={speculation.draft_model}: the model was loaded without it. "
             "Pass the same config to load_generator."
         )
-    plan = plan_cache(generator.draft_model.config, tp=tp, element_size=element_size)
+    plan = plan_cache(
+        generator.draft_model.config, tp=tp, element_size=element_size, dtype=config.cache.dtype
+    )
     check_speculation(config, plan)
     return plan
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
+from megalith.config.serve import KVCacheDtype
 from megalith.errors import ConfigError
 from megalith.infer.cache import (
     CachePlan,
@@ -26,7 +27,14 @@ from megalith.plan.serving.cache_layout import plan_cache_layout
 from megalith.plan.serving.scheduler import PlannedRow
 
 
-def plan_mtp_cache(model: ModelConfig, *, num_layers: int, tp: int, element_size: int) -> CachePlan:
+def plan_mtp_cache(
+    model: ModelConfig,
+    *,
+    num_layers: int,
+    tp: int,
+    element_size: int,
+    dtype: KVCacheDtype = "auto",
+) -> CachePlan:
     """Plan the KV cache of the first `num_layers` MTP layers on one of `tp` ranks; they have the
     attention of the last layer.
 
@@ -47,8 +55,8 @@ def plan_mtp_cache(model: ModelConfig, *, num_layers: int, tp: int, element_size
             "has no attention, or attends to an earlier layer. Set speculation.method to ngram."
         )
     layout = plan_cache_layout([view] * num_layers)
-    size = kv_bytes_per_token(model, tp=tp, element_size=element_size)[-1]
-    return CachePlan(layout, layout.slots, size * num_layers, has_states=False)
+    size = kv_bytes_per_token(model, tp=tp, element_size=element_size, dtype=dtype)[-1]
+    return CachePlan(layout, layout.slots, size * num_layers, has_states=False, dtype=dtype)
 
 
 @dataclass(slots=True)

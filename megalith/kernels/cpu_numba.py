@@ -36,6 +36,7 @@ _ELEMENTS = {
     torch.float32: types.float32,
     torch.bfloat16: types.uint16,
     torch.int8: types.int8,
+    torch.float8_e4m3fn: types.uint8,
 }
 _INTEGERS = types.CPointer(types.int64)
 _thread_num: Any = types.ExternalFunction("megalith_omp_thread_num", types.int32())

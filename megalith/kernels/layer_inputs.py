@@ -208,9 +208,9 @@ class LayerCache(Protocol):
         heads; their first `value_size` features are the values. q [t, n, d] -> [t, n,
         value_size]."""
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Store the rows [t, g, d] of the current tokens, as `attend_latent` does; return those of
-        all tokens that a query attends to, [t_kv, g, d]."""
+    def read(self, rows: Tensor, *, value_size: int) -> Tensor:
+        """Store the rows [t, 1, d] of the current tokens, as `attend_latent` does; return those of
+        all tokens that a query attends to, [t_kv, 1, d]."""
 
     def state(
         self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]

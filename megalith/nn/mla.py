@@ -242,7 +242,7 @@ class LatentAttention(nn.Module):
                 self.core, absorb_keys(self, q), rows, seq_params, value_size=rank, **options
             )
             return project_values(self, attended_latent)
-        rows = cache.read(rows)
+        rows = cache.read(rows, value_size=rank)
         latent, k_rotated = rows[:, 0, :rank], rows[..., rank:]
         return expanded(self, LatentInputs(q, latent, k_rotated), seq_params, options)
 

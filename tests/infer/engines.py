@@ -1,7 +1,7 @@
 """Engines of tiny models, and the forward pass without a cache that they must agree with."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
+from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
 from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
@@ -40,6 +40,7 @@ def build(
     num_blocks: int | None = None,
     eos: frozenset[int] = frozenset(),
     prefix_caching: bool = True,
+    cache_dtype: KVCacheDtype = "auto",
     tokenizer: Any = None,
     speculation: str = "none",
     proposer: DraftProposer | None = None,
@@ -49,13 +50,22 @@ def build(
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
     to the other pipeline stages; `engine`: fields of EngineConfig."""
-    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    cache = CacheConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        prefix_caching=prefix_caching,
+        dtype=cache_dtype,
+    )
     method: Any = "draft_model" if draft_model is not None else speculation
     drafts = SpeculationConfig(method=method)
     config = EngineConfig(cache=cache, speculation=drafts, **engine)
     tp = model.tp_comm.group.size
     plan = plan_cache(
-        model.config, tp=tp, element_size=model.dtype.itemsize, layers=model.stage.layers
+        model.config,
+        tp=tp,
+        element_size=model.dtype.itemsize,
+        dtype=config.cache.dtype,
+        layers=model.stage.layers,
     )
     # as many blocks on all stages
     size = plan_pool(model.config, config, replace(plan, bytes_per_token=64), free_bytes=1 << 26)
@@ -145,26 +155,33 @@ def run(
 
 
 @torch.no_grad()
-def forward_logprobs(model: Decoder, ids: Sequence[int]) -> Tensor:
-    """Log-probs [t, v] after each token, from one forward pass over the sequence."""
-    hidden = model.hidden_states(
-        torch.tensor(list(ids)), LayerInputs(seq_params_from_rows(1, len(ids)))
-    )
+def forward_logprobs(
+    model: Decoder, ids: Sequence[int], caches: Sequence[LayerCache] | None = None
+) -> Tensor:
+    """Log-probs [t, v] after each token, from one forward pass over the sequence; `caches`: of each
+    attention."""
+    inputs = LayerInputs(seq_params_from_rows(1, len(ids)))
+    hidden = model.hidden_states(torch.tensor(list(ids)), inputs, caches)
     return model.head.logits(hidden).log_softmax(-1)
 
 
 def check_logprobs(
-    model: Decoder, output: RequestOutput, *, tolerance: float = 1e-9, by_prefix: bool = False
+    model: Decoder,
+    output: RequestOutput,
+    *,
+    tolerance: float = 1e-9,
+    by_prefix: bool = False,
+    forward: Callable[[Decoder, Sequence[int]], Tensor] = forward_logprobs,
 ) -> None:
     """Check that the log-prob of every generated token, and of every prompt token if requested, is
     that of one forward pass over the whole sequence; `by_prefix`: over the tokens before it, for
-    rotary frequencies that depend on the length."""
+    rotary frequencies that depend on the length; `forward`: returns the log-probs."""
     prompt = output.prompt_token_ids
     for completion in output.outputs:
         ids = [*prompt, *completion.token_ids]
-        expected = forward_logprobs(model, ids)
+        expected = forward(model, ids)
         if by_prefix:
-            rows = [forward_logprobs(model, ids[: end + 1])[end] for end in range(len(ids))]
+            rows = [forward(model, ids[: end + 1])[end] for end in range(len(ids))]
             expected = torch.stack(rows)
         assert len(completion.logprobs) == len(completion.token_ids)
         for index, (token, logprobs) in enumerate(

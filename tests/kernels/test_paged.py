@@ -4,6 +4,7 @@ division of the work."""
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from megalith.errors import ConfigError
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention import paged
 from megalith.kernels.attention.dispatch import reference_attention
+from megalith.kernels.attention.kv_blocks import (
+    KVBlocks,
+    allocate_blocks,
+    quantize_rows,
+)
 from megalith.kernels.attention.paged import (
     PagedMetadata,
     build_paged_metadata,
@@ -46,8 +52,8 @@ class Step:
     q: Tensor
     k: Tensor
     v: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
+    key_cache: Any  # Tensor, or KVBlocks of int8 or fp8
+    value_cache: Any
     metadata: PagedMetadata
 
     def reference(self, scores: Scores, sinks: Tensor | None) -> Tensor:
@@ -72,10 +78,14 @@ def build_step(
     d_v: int = 36,
     block_size: int = 3,
     dtype: torch.dtype = torch.float64,
+    cache_dtype: torch.dtype | None = None,
     scores: Scores = PLAIN,
     seed: int = 0,
 ) -> Step:
-    """Return a step whose blocks that no query needs, and the rest of the last ones, hold NaN."""
+    """Return a step whose blocks that no query needs, and the rest of the last ones, hold NaN.
+
+    With a `cache_dtype`, int8 or fp8, k and v are what the cache stores.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_keys = sum(keys for _, keys in lengths)
     k = torch.randn(num_keys, kv_heads, d, generator=generator, dtype=torch.float64).to(dtype)
@@ -86,7 +96,9 @@ def build_step(
     pool = torch.randperm(sum(counts) + 5, generator=generator, dtype=torch.int32)
     tables = torch.full((len(lengths), max(counts) + 1), -1, dtype=torch.int32)
     caches = [
-        torch.full((len(pool), kv_heads, block_size, width), math.nan, dtype=dtype)
+        fill_with_nan(
+            allocate_blocks((len(pool), kv_heads, block_size, width), q, cache_dtype or dtype)
+        )
         for width in (d, d_v)
     ]
     starts = 0, 0
@@ -100,7 +112,25 @@ def build_step(
             store(cache, contiguous[token + positions], slots)
         tables[row, first // block_size : count] = blocks[first // block_size :]
         starts = block + count, token + keys
+    if cache_dtype is not None:
+        k, v = (dequantize(quantize_rows(x, cache_dtype)) for x in (k, v))
+    else:
+        caches = [cache.data for cache in caches]
     return Step(q, k, v, *caches, build_paged_metadata(tables, lengths, block_size))
+
+
+def fill_with_nan(blocks: KVBlocks) -> KVBlocks:
+    """Fill blocks with NaN; quantized ones have NaN scales."""
+    for tensor in blocks:
+        if tensor is not None and tensor.dtype.itemsize > 1:
+            tensor.fill_(math.nan)
+    return blocks
+
+
+def dequantize(rows: KVBlocks) -> Tensor:
+    """Return rows [t, g, d] in float64."""
+    assert rows.scales is not None
+    return rows.data.double() * rows.scales.double().unsqueeze(-1)
 
 
 def first_needed(position: int, scores: Scores) -> int:
@@ -146,6 +176,35 @@ def test_float64_matches_reference_attention(name: str) -> None:
                 torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+QUANTIZED = [torch.int8, torch.float8_e4m3fn]
+
+
+@loop_over("name", SCORES)
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_quantized_cache_gives_the_attention_to_dequantized_keys(
+    name: str, cache_dtype: torch.dtype
+) -> None:
+    scores = SCORES[name]
+    tolerances = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+    for seed, (dtype, tolerance) in enumerate(tolerances.items()):
+        step = build_step(
+            LENGTHS,
+            block_size=(1, 3, 16)[seed],
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            scores=scores,
+        )
+        sinks = None if scores.off_by_one else torch.randn(4, dtype=dtype)
+        kernels = ["auto", "torch", "reference", "invariant"]
+        if dtype != torch.float64 and cpu_threads.openmp() is not None:
+            kernels.append("numba")
+        for kernel in kernels:
+            actual = run(step, scores, sinks, kernel)
+            assert actual.dtype == dtype
+            expected = step.reference(scores, sinks)
+            torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
+
+
 @NEEDS_LOOPS
 @loop_over("name", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,16 +240,34 @@ def select(step: Step, lengths: list[tuple[int, int]]) -> Step:
 @loop_over("name", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) -> None:
-    scores, length = SCORES[name], 450
-    for kv_heads in (2, 8):
+    check_bits(SCORES[name], dtype, None, (2, 8))
+
+
+@NEEDS_LOOPS
+@loop_over("name", ["full", "window"])
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_query_of_a_quantized_cache_has_the_same_bits_in_every_step(
+    name: str, cache_dtype: torch.dtype
+) -> None:
+    check_bits(SCORES[name], torch.bfloat16, cache_dtype, (2,))
+
+
+def check_bits(
+    scores: Scores, dtype: torch.dtype, cache_dtype: torch.dtype | None, kv_heads: tuple[int, ...]
+) -> None:
+    """Check that a query has the same bits for every division of its sequence into steps, number
+    of threads and block size."""
+    length = 450
+    for num_heads in kv_heads:
         expected = None
         for block_size in (1, 3, 16):
             # the complete sequence as one step, of which every query is compared
             step = build_step(
                 [(length, length)],
                 heads=8,
-                kv_heads=kv_heads,
+                kv_heads=num_heads,
                 dtype=dtype,
+                cache_dtype=cache_dtype,
                 block_size=block_size,
                 seed=1,
             )
@@ -349,6 +426,40 @@ def test_latent_attention_matches_attention_with_joined_keys(dtype: torch.dtype)
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
 
 
+@loop_over("cache_dtype", QUANTIZED)
+def test_quantized_latents_and_rotated_keys_have_scales_of_their_own(
+    cache_dtype: torch.dtype,
+) -> None:
+    scores = Scores(scale=0.01)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+        step = build_step(LENGTHS, heads=6, kv_heads=1, d=56, d_v=40, dtype=dtype)
+        step.k[..., 40:] *= 30
+        step.key_cache[..., 40:] *= 30
+        caches = [quantize_rows(part, cache_dtype) for part in split_latent(step.key_cache)]
+        latents, rotated = (
+            dequantize(quantize_rows(part, cache_dtype)) for part in split_latent(step.k)
+        )
+        expected = replace(step, k=torch.cat([latents, rotated], dim=-1), v=latents)
+        for kernel in ("auto", "torch", "reference"):
+            for invariant in (False, True):
+                actual = paged_latent_attention(
+                    *split_latent(step.q),
+                    *caches,
+                    step.metadata,
+                    scores,
+                    batch_invariant=invariant,
+                    kernel=kernel,  # type: ignore[arg-type]
+                )
+                torch.testing.assert_close(
+                    actual.double(), expected.reference(scores, None), rtol=0, atol=tolerance
+                )
+
+
+def split_latent(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split [..., 56] into latents [..., 40] and rotated keys [..., 16]."""
+    return rows[..., :40].contiguous(), rows[..., 40:].contiguous()
+
+
 @NEEDS_LOOPS
 def test_latent_query_has_the_same_bits_in_every_step() -> None:
     scores = Scores(scale=0.1)
@@ -380,6 +491,33 @@ def test_latent_query_has_the_same_bits_in_every_step() -> None:
             assert torch.equal(part, expected[keys - queries : keys])
 
 
+@loop_over("case", [(torch.int8, 0.011), (torch.float8_e4m3fn, 0.035)])
+def test_attention_error_of_a_quantized_cache(case: tuple[torch.dtype, float]) -> None:
+    """The root mean square of the error, relative to that of the output with an fp32 cache, for
+    normally distributed queries, keys and values of 64 features."""
+    cache_dtype, bound = case
+    sizes: dict[str, Any] = {"d": 64, "d_v": 64, "dtype": torch.float32}
+    plain = build_step(LENGTHS, **sizes)
+    quantized = build_step(LENGTHS, **sizes, cache_dtype=cache_dtype)
+    expected = run(plain, Scores()).double()
+    for kernel in ("auto", "torch", "invariant"):
+        error = run(quantized, Scores(), None, kernel).double() - expected
+        relative = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
+        assert bound / 2 < relative < bound, relative
+
+
+@loop_over("cache_dtype", QUANTIZED)
+def test_rows_that_cannot_be_quantized(cache_dtype: torch.dtype) -> None:
+    tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    rows = torch.tensor([[0.0, 0.0], [tiny, -tiny / 4], [huge, -huge], [1.0, math.nan]])
+    rows = torch.cat([rows, torch.tensor([[math.inf, 1.0], [1.0, -math.inf]])])
+    restored = dequantize(quantize_rows(rows, cache_dtype))
+    assert torch.equal(restored[0], torch.zeros(2, dtype=torch.float64))
+    assert bool((restored[1].abs() <= tiny).all())
+    torch.testing.assert_close(restored[2], rows[2].double(), rtol=1e-6, atol=0)
+    assert not restored[3:].isfinite().any(dim=1).any()
+
+
 def test_step_without_queries_gives_no_output() -> None:
     step = build_step([(0, 10), (0, 3)])
     for kernel in ("auto", "torch", "reference"):
@@ -397,3 +535,9 @@ def test_unsupported_scores_are_reported() -> None:
         run(step, Scores(relative=8))
     with pytest.raises(ConfigError, match="kernel=numba does not support float64"):
         run(step, Scores(), None, "numba")
+    quantized = build_step([(1, 4)], cache_dtype=torch.int8)
+    message = (
+        "float64 queries on cpu with caches in int8: it takes fp32 or bf16 .* Use kernel=torch"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(quantized, Scores(), None, "numba")

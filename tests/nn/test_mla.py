@@ -253,7 +253,8 @@ class Sizes:
     def __init__(self) -> None:
         self.values = 0
 
-    def read(self, rows: Tensor) -> Tensor:
+    def read(self, rows: Tensor, *, value_size: int) -> Tensor:
+        assert value_size == 7
         self.values = rows[0].numel()
         return rows
 

@@ -9,6 +9,9 @@ The numba backend processes keys in segments of 128 tokens at fixed absolute pos
 them in order, so that the output of a query is bitwise the same for every division of its sequence
 into steps, other rows, number of threads and block size. Source: Kwon et al. 2023,
 arXiv:2309.06180 (paged KV cache); Dao et al. 2023, "Flash-Decoding" (segments of one sequence).
+
+Blocks in int8 or fp8 are dequantized while they are read: the numba backend multiplies the scores
+by the scales of the keys, and the weights by those of the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +29,7 @@ from megalith.config.kernels import BackendName
 from megalith.errors import ConfigError
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention.dispatch import attention, reference_attention, visible_key_lengths
+from megalith.kernels.attention.kv_blocks import KVBlocks, as_blocks
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.packed import PackedSeqParams, seq_params_from_queries
 
@@ -101,30 +105,46 @@ class _PagedKeys(NamedTuple):
     queries: tuple[Tensor, ...]
     """[t, n, d] each: one part, or two for MLA: latent and rotated."""
 
-    keys: tuple[Tensor, ...]
+    keys: tuple[KVBlocks, ...]
     """[blocks, g, T, d] of each part."""
 
-    values: Tensor
+    values: KVBlocks
     """[blocks, g, T, d_v]."""
 
     @property
     def shared(self) -> int:
         """Query heads per key/value head."""
-        return self.queries[0].shape[1] // self.values.shape[1]
+        return self.queries[0].shape[1] // self.num_heads
+
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads."""
+        return self.values.data.shape[1]
+
+    @property
+    def value_width(self) -> int:
+        """Features of a value."""
+        return self.values.data.shape[3]
+
+    def new_output(self) -> Tensor:
+        """Return an uninitialized output [t, n, d_v]."""
+        q = self.queries[0]
+        return q.new_empty(*q.shape[:2], self.value_width)
 
 
 # --- storing
 
 
-def store(cache: Tensor, rows_new: Tensor, slots: Tensor) -> None:
-    """Write new keys or values to their places in the cache, in place.
+def store(cache: Tensor | KVBlocks, rows_new: Tensor, slots: Tensor) -> None:
+    """Write new keys or values to their places in the cache, in place; quantize them if it is.
 
-    cache [blocks, g, T, d], rows_new [t, g, d] of the same dtype, slots int64 [t] = block * T +
-    offset of each token, all different. Works for every dtype and device.
+    cache [blocks, g, T, d], rows_new [t, g, d] of the same dtype or of that of the model, slots
+    int64 [t] = block * T + offset of each token, all different. Works for every dtype and device.
     """
-    block_size = cache.shape[2]
+    stored = as_blocks(cache)
+    block_size = stored.data.shape[2]
     blocks = slots.div(block_size, rounding_mode="floor")
-    cache.transpose(1, 2).index_put_((blocks, slots - blocks * block_size), rows_new)
+    stored.write(blocks, slots - blocks * block_size, rows_new)
 
 
 # --- supported scores
@@ -149,8 +169,8 @@ def unsupported_reason(scores: Scores, *, has_attention_mask: bool = False) -> s
 
 def paged_attention(
     q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: Tensor | KVBlocks,
+    value_cache: Tensor | KVBlocks,
     metadata: PagedMetadata,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
@@ -170,15 +190,15 @@ def paged_attention(
         ConfigError: the scores are not supported, see `unsupported_reason`, or `kernel` does not
             support the inputs.
     """
-    paged = _PagedKeys((q,), (key_cache,), value_cache)
+    paged = _PagedKeys((q,), (as_blocks(key_cache),), as_blocks(value_cache))
     return _attend(paged, metadata, scores, sinks, batch_invariant, kernel)
 
 
 def paged_latent_attention(
     q_latent: Tensor,
     q_rope: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor,
+    latent_cache: Tensor | KVBlocks,
+    rope_cache: Tensor | KVBlocks,
     metadata: PagedMetadata,
     scores: Scores,
     *,
@@ -196,7 +216,8 @@ def paged_latent_attention(
         ConfigError: as `paged_attention`.
     """
     assert scores.scale is not None, "the absorbed form needs the scale of the expanded form"
-    paged = _PagedKeys((q_latent, q_rope), (latent_cache, rope_cache), latent_cache)
+    latents = as_blocks(latent_cache)
+    paged = _PagedKeys((q_latent, q_rope), (latents, as_blocks(rope_cache)), latents)
     return _attend(paged, metadata, scores, None, batch_invariant, kernel)
 
 
@@ -213,9 +234,8 @@ def _attend(
             f"paged attention does not support these scores: {reason}. Gather the keys and values "
             "and use kernels.attention.dispatch.attention."
         )
-    q = paged.queries[0]
     if metadata.num_tokens == 0:
-        return q.new_empty(*q.shape[:2], paged.values.shape[3])
+        return paged.new_output()
     scores = replace(scores, scale=scores.factor(sum(part.shape[2] for part in paged.queries)))
     if kernel == "reference":
         return _gathered(paged, metadata, scores, sinks, reference_attention)
@@ -224,7 +244,7 @@ def _attend(
     is_prefill = [queries > MAX_KERNEL_QUERIES for queries, _ in metadata.lengths]
     if batch_invariant or kernel != "auto" or not any(is_prefill):
         return attend(paged, metadata, scores, sinks)
-    out = q.new_empty(*q.shape[:2], paged.values.shape[3])
+    out = paged.new_output()
     for rows, run in (
         ([not prefill for prefill in is_prefill], attend),
         (is_prefill, partial(_gathered, attend=attention)),
@@ -242,14 +262,17 @@ def select_paged_backend(paged: _PagedKeys, kernel: BackendName) -> PagedBackend
     Raises:
         ConfigError: `kernel` names a backend that does not support them.
     """
-    tensors = *paged.queries, *paged.keys, paged.values
-    supported = cpu_threads.can_use(*tensors) and all(x.stride(-1) == 1 for x in tensors)
+    q, caches = paged.queries[0], [blocks.data for blocks in (*paged.keys, paged.values)]
+    compared = () if paged.values.scales is not None else caches
+    supported = cpu_threads.can_use(*paged.queries, *compared) and all(
+        x.stride(-1) == 1 for x in (*paged.queries, *caches)
+    )
     if kernel in ("numba", "paged") and not supported:
-        q = paged.queries[0]
         raise ConfigError(
             f"kernel={kernel} does not support {str(q.dtype).removeprefix('torch.')} queries on "
-            f"{q.device.type} with caches in {str(paged.values.dtype).removeprefix('torch.')}: it "
-            "takes all fp32 or all bf16 on CPUs. Use kernel=torch or kernel=auto."
+            f"{q.device.type} with caches in {str(caches[0].dtype).removeprefix('torch.')}: it "
+            "takes fp32 or bf16 on CPUs, and caches in the same dtype, int8 or fp8. Use "
+            "kernel=torch or kernel=auto."
         )
     return "numba" if supported and kernel in ("auto", "numba", "paged") else "torch"
 
@@ -279,17 +302,20 @@ def _attend_rows(
 # --- gather
 
 
-def gather(cache: Tensor, metadata: PagedMetadata, lengths: Lengths) -> Tensor:
-    """Return the last keys or values of each row, as many as `lengths` says (queries, keys): cache
-    [blocks, g, T, d] -> [t_kv, g, d]."""
-    device, block_size = cache.device, metadata.block_size
+def gather(
+    cache: Tensor | KVBlocks, metadata: PagedMetadata, lengths: Lengths, dtype: torch.dtype
+) -> Tensor:
+    """Return the last keys or values of each row in `dtype`, as many as `lengths` says (queries,
+    keys): cache [blocks, g, T, d] -> [t_kv, g, d]."""
+    stored = as_blocks(cache)
+    device, block_size = stored.data.device, metadata.block_size
     num_kept = torch.tensor([keys for _, keys in lengths])
     rows = torch.repeat_interleave(torch.arange(len(lengths)), num_kept)
     first = torch.tensor([keys for _, keys in metadata.lengths]) - num_kept
     starts = num_kept.cumsum(0) - num_kept
     positions = (torch.arange(len(rows)) + (first - starts)[rows]).to(device)
     blocks = metadata.block_tables[rows.to(device), positions // block_size].long()
-    return cache.transpose(1, 2)[blocks, positions % block_size]
+    return stored.read(blocks, positions % block_size, dtype)
 
 
 def _gathered(
@@ -302,8 +328,10 @@ def _gathered(
     """Gather the visible keys and values of all rows and call `attend`."""
     lengths = tuple((q, k if q else 0) for q, k in metadata.lengths)
     lengths = visible_key_lengths(lengths, scores)
-    keys = [gather(cache, metadata, lengths) for cache in paged.keys]
-    values = keys[0] if paged.values is paged.keys[0] else gather(paged.values, metadata, lengths)
+    dtype = paged.queries[0].dtype
+    keys = [gather(cache, metadata, lengths, dtype) for cache in paged.keys]
+    is_latent = paged.values is paged.keys[0]
+    values = keys[0] if is_latent else gather(paged.values, metadata, lengths, dtype)
     q, k = (x[0] if len(x) == 1 else torch.cat(x, dim=-1) for x in (list(paged.queries), keys))
     seq_params = seq_params_from_queries(list(lengths), device=q.device)
     return attend(q, k, values, seq_params, scores, sinks)
@@ -316,8 +344,7 @@ def _torch(
     paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
     """Attention of rows with equally many queries and similarly many keys in one batch."""
-    q = paged.queries[0]
-    out = q.new_empty(*q.shape[:2], paged.values.shape[3])
+    q, out = paged.queries[0], paged.new_output()
     visible = visible_key_lengths(metadata.lengths, scores)
     starts = list(accumulate((queries for queries, _ in metadata.lengths), initial=0))
     for rows in _batches_of_rows(visible, paged):
@@ -332,7 +359,8 @@ def _torch(
 def _batches_of_rows(visible: Lengths, paged: _PagedKeys) -> list[list[int]]:
     """Return batches of rows with equally many queries, and numbers of keys up to the same power of
     two."""
-    per_key = sum(cache.shape[1] * cache.shape[3] for cache in (*paged.keys, paged.values))
+    width = sum(cache.data.shape[3] for cache in (*paged.keys, paged.values))
+    per_key = paged.num_heads * width
     batches: dict[tuple[int, int, int], list[int]] = {}
     num_rows: dict[tuple[int, int], int] = {}
     for row, (queries, keys) in enumerate(visible):
@@ -389,9 +417,9 @@ class _KeyPositions(NamedTuple):
         blocks = tables.gather(1, positions // metadata.block_size).where(is_key, 0)
         return _KeyPositions(blocks, positions % metadata.block_size, is_key, mask)
 
-    def gather(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+    def gather(self, cache: KVBlocks, dtype: torch.dtype) -> Tensor:
         """Return keys or values [rows, g, keys, d]; 0 for padding, whose block may hold NaN."""
-        gathered = cache.transpose(1, 2)[self.blocks, self.offsets].to(dtype)
+        gathered = cache.read(self.blocks, self.offsets, dtype)
         return gathered.masked_fill_(~self.is_key[..., None, None], 0).transpose(1, 2)
 
 
@@ -403,7 +431,7 @@ def _attend_batch(
     sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention output of tokens int64 [rows, queries]: [rows, queries, n, d_v]."""
-    dtype = torch.promote_types(paged.values.dtype, torch.float32)
+    dtype = torch.promote_types(paged.queries[0].dtype, torch.float32)
     s, values = None, None
     for queries, cache in zip(paged.queries, paged.keys, strict=True):
         keys = positions.gather(cache, dtype)
@@ -522,7 +550,10 @@ def _numba(
     from megalith.kernels.attention import paged_numba  # importing numba takes half a second
 
     queries = tuple(q.contiguous() for q in paged.queries)
-    heads, shared, width = paged.values.shape[1], paged.shared, paged.values.shape[3]
+    dtype, element = queries[0].dtype, paged.values.data.dtype
+    if paged.values.scales is not None:  # the loops are compiled for the dtype of the blocks only
+        queries = tuple(q.float() for q in queries)
+    heads, shared, width = paged.num_heads, paged.shared, paged.value_width
     visible = visible_key_lengths(metadata.lengths, scores)
     work = sum(q * k for q, k in visible) * queries[0].shape[1] * width
     plan = plan_tiles(
@@ -539,10 +570,10 @@ def _numba(
     arguments = _numba_arguments(
         paged._replace(queries=queries), metadata, scores, sinks, plan, out
     )
-    cpu_threads.run(paged_numba.paged_attention, out.dtype, *arguments, elements=work)
+    cpu_threads.run(paged_numba.paged_attention, element, *arguments, elements=work)
     if len(plan.splits):
-        cpu_threads.run(paged_numba.paged_merge, out.dtype, *arguments, elements=work)
-    return out
+        cpu_threads.run(paged_numba.paged_merge, element, *arguments, elements=work)
+    return out.to(dtype)
 
 
 def _numba_arguments(
@@ -556,18 +587,17 @@ def _numba_arguments(
     """Return the arguments of the numba loops, in their order; temporary memory included."""
     widths = [q.shape[2] for q in paged.queries]
     rope_width, value_width, parts = sum(widths[1:]), out.shape[2], len(plan.bounds) - 1
+    caches = paged.keys[0], paged.keys[-1], paged.values
     sizes = torch.tensor(
         [
             parts,
-            paged.values.shape[1],
+            paged.num_heads,
             paged.shared,
             widths[0],
             rope_width,
             value_width,
             metadata.block_size,
-            *paged.keys[0].stride()[:3],
-            *paged.keys[-1].stride()[:3],
-            *paged.values.stride()[:3],
+            *(stride for cache in caches for stride in cache.data.stride()[:3]),
             scores.window or 0,
             int(scores.chunked),
             metadata.block_tables.shape[1],
@@ -575,10 +605,11 @@ def _numba_arguments(
             len(plan.splits),
             int(sinks is not None),
             len(out),
+            int(paged.values.scales is not None),
         ]
     )
     state = value_width + 2
-    scratch = plan.max_rows * sum(widths) + 4 * SEGMENT + (4 + plan.max_rows) * state
+    scratch = plan.max_rows * sum(widths) + 11 * SEGMENT + (4 + plan.max_rows) * state
     tensors = [torch.from_numpy(array) for array in (plan.tiles, plan.bounds, plan.splits)]
     return [
         sizes,
@@ -586,9 +617,7 @@ def _numba_arguments(
         float(scores.softcap or 0),
         paged.queries[0],
         paged.queries[-1],
-        paged.keys[0],
-        paged.keys[-1],
-        paged.values,
+        *(cache.data for cache in caches),
         metadata.block_tables.to(torch.int32).contiguous(),
         *tensors,
         sizes if sinks is None else sinks.float().contiguous(),
@@ -596,4 +625,7 @@ def _numba_arguments(
         torch.empty(parts * scratch),
         torch.empty(parts * 3 * (SEGMENT + 4), dtype=torch.int64),
         out,
+        # the loops read fp8 divided by 256
+        256.0 if paged.values.data.dtype == torch.float8_e4m3fn else 1.0,
+        *(sizes if cache.scales is None else cache.scales for cache in caches),
     ]

@@ -29,7 +29,6 @@ from megalith.kernels.cpu_numba import (
     _num_threads,
     _thread_num,
     count,
-    data,
     exp,
     longs,
     narrow,
@@ -57,6 +56,15 @@ _HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f")
 ADDRESS_STRIDE = 8 * (SEGMENT + 4)
 """Bytes of the addresses of a segment's keys."""
 
+ROPE_SCORES = 4 * GROUP * SEGMENT
+"""Bytes from the scores of a group of rows to those of their rotated parts."""
+
+SCALES = 2 * ROPE_SCORES
+"""Bytes from the scores of a group of rows to the scales of the segment's keys and values."""
+
+SCALE_STRIDE = 4 * SEGMENT
+"""Bytes of the scales of a segment's keys."""
+
 AHEAD = 16
 """Keys by which prefetching is ahead of their use."""
 
@@ -81,8 +89,9 @@ LOWEST = np.float32(-3.4028234663852886e38)
     NUM_SPLITS,
     HAS_SINKS,
     NUM_TOKENS,
-) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22
-NUM_SIZES = 23
+    IS_QUANTIZED,
+) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22, 23
+NUM_SIZES = 24
 
 # Columns of a tile.
 ROW, FIRST_TOKEN, NUM_QUERIES, POSITION, FIRST_SEGMENT, NUM_SEGMENTS = range(6)
@@ -101,6 +110,9 @@ exact_exp: Any = exact(exp.py_func)  # type: ignore[attr-defined]  # of a compil
 
 
 # --- vector code
+
+_NBYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.uint8: 1}
+"""Bytes of the elements of keys and values: fp32, bf16, int8, fp8."""
 
 _FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -135,16 +147,17 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
     )
 
 
-def _load(builder: Any, address: Any, nbytes: int, mask: Any = None) -> Any:
-    """Emit the load of 16 elements of 4 bytes (fp32) or 2 bytes (bf16) as fp32; 0 where the mask
-    is false."""
-    vector = _VECTOR if nbytes == 4 else ir.VectorType(ir.IntType(16), LANES)
+def _load(builder: Any, address: Any, element: Any, mask: Any = None) -> Any:
+    """Emit the load of 16 elements as fp32, those of fp8 divided by 256; 0 where the mask is
+    false."""
+    nbytes = _NBYTES[element]
+    vector = _VECTOR if nbytes == 4 else ir.VectorType(ir.IntType(8 * nbytes), LANES)
     pointer = builder.inttoptr(address, vector.as_pointer())
     if mask is None:
         lanes = builder.load(pointer)
         lanes.align = nbytes
     else:
-        name = f"llvm.masked.load.v{LANES}{'f32' if nbytes == 4 else 'i16'}.p0"
+        name = f"llvm.masked.load.v{LANES}{'f32' if nbytes == 4 else f'i{8 * nbytes}'}.p0"
         function = cgutils.get_or_insert_function(
             builder.module,
             ir.FunctionType(vector, [vector.as_pointer(), ir.IntType(32), _MASK, vector]),
@@ -152,9 +165,22 @@ def _load(builder: Any, address: Any, nbytes: int, mask: Any = None) -> Any:
         )
         zero = ir.Constant(vector, [0] * LANES)
         lanes = builder.call(function, [pointer, ir.Constant(ir.IntType(32), nbytes), mask, zero])
-    if nbytes == 4:
+    return _widen(builder, lanes, element)
+
+
+def _widen(builder: Any, lanes: Any, element: Any) -> Any:
+    """Emit the conversion of 16 elements to fp32; those of fp8 are divided by 256."""
+    if element == types.float32:
         return lanes
+    if element == types.uint8:
+        # e4m3 as fp16: the exponent bias is 7 instead of 15, so the result is divided by 2^8
+        integers = ir.VectorType(ir.IntType(16), LANES)
+        bits = builder.shl(builder.sext(lanes, integers), ir.Constant(integers, [7] * LANES))
+        bits = builder.and_(bits, ir.Constant(integers, [0xBFFF] * LANES))
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
     integers = ir.VectorType(ir.IntType(32), LANES)
+    if element == types.int8:
+        return builder.sitofp(builder.sext(lanes, integers), _VECTOR)
     high = builder.shl(builder.zext(lanes, integers), ir.Constant(integers, [16] * LANES))
     return builder.bitcast(high, _VECTOR)
 
@@ -198,8 +224,9 @@ def _integer(value: int) -> ir.Constant:
     return ir.Constant(_INT64, value)
 
 
-def _emit_dots(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
+def _emit_dots(rows: int, element: Any, builder: Any, args: list[Any]) -> None:
     """Emit `dots` for `rows` queries and four keys."""
+    nbytes = _NBYTES[element]
     query, query_stride, key_addresses, width, out = args
     keys = []
     for j in range(4):
@@ -213,11 +240,11 @@ def _emit_dots(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
 
     def add_features(first: Any, mask: Any = None) -> None:
         offset = builder.mul(first, _integer(nbytes))
-        loaded = [_load(builder, builder.add(key, offset), nbytes, mask) for key in keys]
+        loaded = [_load(builder, builder.add(key, offset), element, mask) for key in keys]
         for i in range(rows):
             address = builder.add(query, builder.mul(query_stride, _integer(i)))
             address = builder.add(address, builder.mul(first, _integer(4)))
-            q = _load(builder, address, 4, mask)
+            q = _load(builder, address, types.float32, mask)
             for key, lanes in zip(loaded, sums[i], strict=True):
                 builder.store(_multiply_add(builder, q, key, builder.load(lanes)), lanes)
 
@@ -235,8 +262,9 @@ def _emit_dots(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
         _store(builder, builder.fadd(previous, totals), address)
 
 
-def _emit_values(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
+def _emit_values(rows: int, element: Any, builder: Any, args: list[Any]) -> None:
     """Emit `values` for `rows` rows."""
+    nbytes = _NBYTES[element]
     weights, value_addresses, num_keys, width, out, out_stride = args
     vectors = 4 if rows == 1 else 2
     if not _HAS_32_REGISTERS:
@@ -257,7 +285,7 @@ def _emit_values(rows: int, nbytes: int, builder: Any, args: list[Any]) -> None:
             )
             address = builder.add(builder.load(pointer), builder.mul(first, _integer(nbytes)))
             loaded = [
-                _load(builder, builder.add(address, _integer(nbytes * LANES * n)), nbytes, mask)
+                _load(builder, builder.add(address, _integer(nbytes * LANES * n)), element, mask)
                 for n in range(vectors)
             ]
             for i in range(rows):
@@ -294,10 +322,8 @@ def _vector_code(emit: Callable[..., None], rows: int, num_arguments: int) -> An
     integers = [types.int64] * num_arguments
 
     def type_and_emit(block: Any) -> Any:
-        nbytes = 4 if block.dtype == types.float32 else 2
-
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit(rows, nbytes, builder, list(args[1:]))
+            emit(rows, block.dtype, builder, list(args[1:]))
             return context.get_dummy_value()
 
         return types.void(block, *integers), generate
@@ -327,7 +353,7 @@ def _sum_of_weights(typing: Any, address: Any, num_vectors: Any) -> Any:
         builder.store(zero, lanes)
         with cgutils.for_range(builder, args[1]) as loop:
             offset = builder.mul(loop.index, _integer(4 * LANES))
-            vector = _load(builder, builder.add(args[0], offset), 4)
+            vector = _load(builder, builder.add(args[0], offset), types.float32)
             builder.store(builder.fadd(builder.load(lanes), vector), lanes)
         total = builder.load(lanes)
         while total.type.count > 1:
@@ -372,15 +398,28 @@ _ints: Any = intrinsic(_point_to_int32)
 
 
 def _size_of_element(typing: Any, block: Any) -> Any:
-    nbytes = 4 if block.dtype == types.float32 else 2
-
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _integer(nbytes)
+        return _integer(_NBYTES[block.dtype])
 
     return types.int64(block), emit
 
 
 _element_nbytes: Any = intrinsic(_size_of_element)
+
+
+def _point_to_activations(typing: Any, integer: Any, block: Any) -> Any:
+    is_quantized = _NBYTES[block.dtype] == 1
+    pointer = types.CPointer(types.float32) if is_quantized else block
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return pointer(types.int64, block), emit
+
+
+_activations: Any = intrinsic(_point_to_activations)
+"""An address as a pointer to elements of queries and outputs: those of keys and values, or fp32 if
+these are quantized."""
 
 
 # --- attention of one tile
@@ -404,7 +443,11 @@ _element_nbytes: Any = intrinsic(_size_of_element)
     SCRATCH,
     ADDRESSES,
     OUT,
-) = range(17)
+    SCALE_FACTOR,
+    KEY_SCALES,
+    ROPE_SCALES,
+    VALUE_SCALES,
+) = range(21)
 
 
 @exact
@@ -432,16 +475,24 @@ def longs_at(address: Any, length: Any) -> Array:
 
 
 @exact
+def activations(block: Block, index: Any, shape: Any) -> Array:
+    """Return argument `index`, queries or outputs."""
+    return carray(_activations(count(block, index), block), shape)
+
+
+@exact
 def scratch_addresses(block: Block, part: Any) -> Any:
     """Return the addresses in a part's scratch memory of: fp32 queries [rows, d + d_rope], scores
     [4, 128], states of one segment [4, d_v + 2] and of a tile [rows, d_v + 2]; and int64 addresses
-    [3, 132] of keys, rotated keys and values."""
+    [3, 132] of keys, rotated keys and values. Scores of rotated parts [4, 128], and scales [3, 128]
+    of keys, rotated keys and values, follow the scores."""
     rows, width = size(block, MAX_ROWS), size(block, WIDTH) + size(block, ROPE_WIDTH)
     state = size(block, VALUE_WIDTH) + 2
-    elements = rows * width + GROUP * SEGMENT + (GROUP + rows) * state
+    num_scores = (2 * GROUP + 3) * SEGMENT
+    elements = rows * width + num_scores + (GROUP + rows) * state
     queries = count(block, SCRATCH) + part * elements * 4
     scores = queries + rows * width * 4
-    states = scores + GROUP * SEGMENT * 4
+    states = scores + num_scores * 4
     addresses = count(block, ADDRESSES) + part * 3 * ADDRESS_STRIDE
     return queries, scores, states, states + GROUP * state * 4, addresses
 
@@ -486,13 +537,33 @@ def locate(block: Block, cache: Any, strides: Any, row_and_head: Any, keys: Any,
 
 
 @exact
+def load_scales(block: Block, scales: Any, row_and_head: Any, keys: Any, out: Any) -> None:
+    """Write the scales of keys (first, end) of (row, head) from the argument `scales`, fp32
+    [blocks, g, T], to `out`, fp32 [128], at the place of each key in its segment."""
+    row, head = row_and_head
+    first, end = keys
+    max_blocks, block_size = size(block, MAX_BLOCKS), size(block, BLOCK_SIZE)
+    table = carray(_ints(count(block, TABLES) + 4 * row * max_blocks), (max_blocks,))
+    factor, copies = number(block, SCALE_FACTOR), floats_at(out, SEGMENT)
+    position = first
+    while position < end:
+        index, offset = position // block_size, position % block_size
+        block_and_head = np.int64(table[index]) * size(block, HEADS) + head
+        source = floats_at(count(block, scales) + 4 * block_size * block_and_head, block_size)
+        num_keys = min(block_size - offset, end - position)
+        for j in range(num_keys):
+            copies[position % SEGMENT + j] = source[offset + j] * factor
+        position += num_keys
+
+
+@exact
 def load_queries(block: Block, tile: Any, head: Any, queries: Any) -> None:
     """Copy the queries of a tile to the address `queries` as fp32: [rows, d + d_rope]."""
     shared, heads = size(block, SHARED), size(block, HEADS) * size(block, SHARED)
     width, rope_width = size(block, WIDTH), size(block, ROPE_WIDTH)
     tokens, first = size(block, NUM_TOKENS), tile_column(block, tile, FIRST_TOKEN)
-    q = data(block, QUERIES, (tokens, heads, width))
-    q_rope = data(block, ROPE_QUERIES, (tokens, heads, rope_width))
+    q = activations(block, QUERIES, (tokens, heads, width))
+    q_rope = activations(block, ROPE_QUERIES, (tokens, heads, rope_width))
     for i in range(tile_column(block, tile, NUM_QUERIES)):
         for h in range(shared):
             address = queries + (i * shared + h) * (width + rope_width) * 4
@@ -577,6 +648,34 @@ def add_scores(block: Block, rows: Any, num_keys: Any, memory: Any, widths: Any)
 
 
 @exact
+def clear_rows(scores: Any, rows: Any) -> None:
+    """Set the scores at an address, fp32 [rows, 128], to zero."""
+    cleared = floats_at(scores, rows * SEGMENT)
+    for j in range(len(cleared)):
+        cleared[j] = np.float32(0)
+
+
+@exact
+def multiply_rows(scores: Any, rows: Any, num_keys: Any, scales: Any) -> None:
+    """Multiply the scores or weights of each key, fp32 [rows, 128], by its scale."""
+    factors = floats_at(scales, num_keys)
+    for i in range(rows):
+        row = floats_at(scores + 4 * SEGMENT * i, num_keys)
+        for j in range(num_keys):
+            row[j] = row[j] * factors[j]
+
+
+@exact
+def add_rows(scores: Any, rows: Any, num_keys: Any, added: Any) -> None:
+    """Add the scores of each key at the address `added`, fp32 [rows, 128], to `scores`."""
+    for i in range(rows):
+        row = floats_at(scores + 4 * SEGMENT * i, num_keys)
+        other = floats_at(added + 4 * SEGMENT * i, num_keys)
+        for j in range(num_keys):
+            row[j] = row[j] + other[j]
+
+
+@exact
 def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
     """Write the states [rows, d_v + 2] of `rows` rows (1 or 4) of a tile for the keys (first, end)
     of a segment: the sum of exp(score - largest) times value, largest, and the sum of exp.
@@ -587,19 +686,29 @@ def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
     num_keys, addresses = keys[1] - keys[0], addresses + keys[0] % SEGMENT * 8
     width, rope_width = size(block, WIDTH), size(block, ROPE_WIDTH)
     value_width, stride = size(block, VALUE_WIDTH), (width + rope_width) * 4
-    cleared = floats_at(scores, rows * SEGMENT)
-    for j in range(len(cleared)):
-        cleared[j] = np.float32(0)
+    is_quantized, scales = size(block, IS_QUANTIZED), scores + SCALES + keys[0] % SEGMENT * 4
+    clear_rows(scores, rows)
     # with MLA the values are the first part of the keys
     widths = width, stride, np.int64(0) if rope_width > 0 else value_width
     add_scores(block, rows, num_keys, (queries, addresses, scores), widths)
+    if is_quantized:
+        multiply_rows(scores, rows, num_keys, scales)
     if rope_width > 0:
-        parts = queries + 4 * width, addresses + ADDRESS_STRIDE, scores
+        into = scores
+        if is_quantized:
+            into = scores + ROPE_SCORES
+            clear_rows(into, rows)
+        parts = queries + 4 * width, addresses + ADDRESS_STRIDE, into
         add_scores(block, rows, num_keys, parts, (rope_width, stride, np.int64(0)))
+        if is_quantized:
+            multiply_rows(into, rows, num_keys, scales + SCALE_STRIDE)
+            add_rows(scores, rows, num_keys, into)
     by_row = 4 * (value_width + 2)
     for i in range(rows):
         state = floats_at(states + by_row * i + 4 * value_width, 2)
         scores_to_weights(block, scores + 4 * SEGMENT * i, num_keys, state)
+    if is_quantized:
+        multiply_rows(scores, rows, num_keys, scales + 2 * SCALE_STRIDE)
     values = addresses + 2 * ADDRESS_STRIDE
     if rows == 1:
         _values_of_one(block, scores, values, num_keys, value_width, states, by_row)
@@ -637,7 +746,7 @@ def start_state(block: Block, into: Any, head: Any) -> None:
 def write_output(block: Block, state: Any, token: Any, head: Any) -> None:
     """Write the attention output of query head `head` of a token from its state."""
     width, heads = size(block, VALUE_WIDTH), size(block, HEADS) * size(block, SHARED)
-    out = data(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
+    out = activations(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
     sums = floats_at(state, width + 2)
     total, values = sums[width + 1], sums[:width]
     for c in range(len(values)):
@@ -677,6 +786,11 @@ def attend_segment(block: Block, tile: Any, head: Any, segment: Any, memory: Any
             locate(block, ROPE_KEYS, ROPE_STRIDES, (row, head), (first, end), out)
         out = addresses + 2 * ADDRESS_STRIDE
         locate(block, VALUES, VALUE_STRIDES, (row, head), (first, end), out)
+        if size(block, IS_QUANTIZED):
+            scales = scores + SCALES
+            load_scales(block, KEY_SCALES, (row, head), (first, end), scales)
+            load_scales(block, ROPE_SCALES, (row, head), (first, end), scales + SCALE_STRIDE)
+            load_scales(block, VALUE_SCALES, (row, head), (first, end), scales + 2 * SCALE_STRIDE)
     i, num_rows = np.int64(0), num_queries * shared
     while i < num_rows:
         keys, rows = visible_keys(block, position + i // shared, segment), np.int64(1)
