@@ -1,12 +1,17 @@
 """Outputs of a generation as the choices of a response, complete or as deltas of a stream."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from megalith.serve.client import Generation
+from megalith.serve.client import Generation, PromptRequest
+from megalith.serve.errors import name_structured_output
 from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sse import PING_SECONDS
+from megalith.serve.state import RequestContext, ServerState
+
+NO_NAMES: Mapping[str, str] = {}
 
 
 @dataclass(slots=True)
@@ -75,6 +80,54 @@ class Usage:
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+class GeneratedResponse(Protocol):
+    """The response to a request that generates text."""
+
+    async def complete(self, uid: str) -> dict[str, Any]:
+        """Return the response when all choices are finished."""
+
+    def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream."""
+
+
+async def respond(
+    response: GeneratedResponse,
+    state: ServerState,
+    context: RequestContext,
+    prompts: Sequence[PromptRequest],
+    *,
+    stream: bool,
+) -> dict[str, Any] | AsyncGenerator[bytes, None]:
+    """Return the response to a request with these prompts, or the events of its stream.
+
+    Raises:
+        ApiError: the queue is full, or the request cannot be processed.
+    """
+    num_sequences = sum(prompt.params.n for prompt in prompts)
+    state.check_capacity(num_sequences, sum(len(prompt.token_ids) for prompt in prompts))
+    if stream:
+        return response.stream(context.request_id)
+    return await response.complete(context.request_id)
+
+
+@asynccontextmanager
+async def generate(
+    state: ServerState,
+    prompts: Sequence[PromptRequest],
+    uid: str,
+    names: Mapping[str, str] = NO_NAMES,
+) -> AsyncIterator[Generation]:
+    """Generate from prompts; the generation is aborted at the end of the context. `names`: of
+    fields in errors about structured output.
+
+    Raises:
+        ApiError: a request is invalid or failed.
+    """
+    with name_structured_output(names):
+        async with state.client.generate(prompts, uid=uid) as generation:
+            yield generation
 
 
 async def collect_choices(generation: Generation) -> dict[ChoiceKey, ChoiceDelta]:

@@ -3,17 +3,24 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.config.generation import SamplingParams
 from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
 from megalith.errors import DataError
-from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
+from megalith.serve.choices import (
+    ChoiceDelta,
+    Usage,
+    collect_choices,
+    generate,
+    iterate_deltas,
+    respond,
+)
 from megalith.serve.client import Generation, PromptRequest
-from megalith.serve.errors import ApiError, invalid, name_structured_output
+from megalith.serve.errors import ApiError, invalid
 from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import Logprobs
 from megalith.serve.sampling_fields import (
@@ -73,6 +80,13 @@ class CompletionRequest:
         """Number of choices of each prompt."""
         return self.params[0].n
 
+    def to_prompts(self) -> list[PromptRequest]:
+        """Return the prompts for the engine."""
+        return [
+            PromptRequest(prompt.token_ids, params)
+            for prompt, params in zip(self.prompts, self.params, strict=True)
+        ]
+
 
 async def create_completion(
     state: ServerState, context: RequestContext
@@ -83,11 +97,8 @@ async def create_completion(
         ApiError: the request is invalid or cannot be processed.
     """
     request = await parse_completion_request(state, context.body)
-    state.check_capacity(len(request.prompts) * request.num_choices, request.num_prompt_tokens)
     response = _CompletionResponse(request, state)
-    if request.stream:
-        return response.stream(context.request_id)
-    return await response.complete(context.request_id)
+    return await respond(response, state, context, request.to_prompts(), stream=request.stream)
 
 
 async def parse_completion_request(
@@ -218,7 +229,7 @@ class _CompletionResponse:
 
     async def complete(self, uid: str) -> dict[str, Any]:
         """Return the response when all choices are finished."""
-        async with self._generate(uid) as generation:
+        async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
             choices = []
             for key, delta in (await collect_choices(generation)).items():
@@ -229,7 +240,7 @@ class _CompletionResponse:
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream."""
         extra = {"usage": None} if self._request.include_usage else {}
-        async with self._generate(uid) as generation:
+        async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
             deltas = iterate_deltas(generation, interval=self._request.interval)
             async with aclosing(deltas):
@@ -243,16 +254,6 @@ class _CompletionResponse:
             if self._request.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
-
-    @asynccontextmanager
-    async def _generate(self, uid: str) -> AsyncIterator[Generation]:
-        requests = [
-            PromptRequest(prompt.token_ids, params)
-            for prompt, params in zip(self._request.prompts, self._request.params, strict=True)
-        ]
-        with name_structured_output({}):
-            async with self._state.client.generate(requests, uid=uid) as generation:
-                yield generation
 
     def _choice(
         self, key: tuple[int, int], delta: ChoiceDelta, generation: Generation
