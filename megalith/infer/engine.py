@@ -539,9 +539,11 @@ class InferenceEngine:
             if choice.state.accepts_drafts:
                 token_ids = choice.state.token_ids
                 # a step generates one token more than it accepts drafts
-                longest = self._max_total_tokens(choice.request) - len(token_ids) - 1
+                max_draft_tokens = self._max_total_tokens(choice.request) - len(token_ids) - 1
                 make_sample_row = partial(self._make_sample_row, choice)
-                rows.append(DraftRow(choice.state.seq_id, token_ids, longest, make_sample_row))
+                rows.append(
+                    DraftRow(choice.state.seq_id, token_ids, max_draft_tokens, make_sample_row)
+                )
         if len(rows) >= self.config.max_num_batched_tokens:
             return {}
         try:

@@ -11,8 +11,8 @@ from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear_small_batch import (
-    EVERY_ROW,
-    NO_ROWS,
+    ALL_ROW_COUNTS,
+    NO_ROW_COUNTS,
     SmallBatchLimits,
     small_batch_matmul,
 )
@@ -64,12 +64,12 @@ class ModelRunner:
     """Runs the model on this rank; every tensor-parallel rank executes the same plans."""
 
     def __init__(
-        self, model: Decoder, cache: PagedKVCache, *, limits: SmallBatchLimits = NO_ROWS
+        self, model: Decoder, cache: PagedKVCache, *, limits: SmallBatchLimits = NO_ROW_COUNTS
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch."""
         self.model, self.cache = model, cache
-        self.limits = EVERY_ROW if cache.batch_invariant else limits
+        self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
 
     @torch.inference_mode()

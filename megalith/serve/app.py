@@ -202,7 +202,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     if config.max_requests_per_key is not None:
         app.add_middleware(
             KeyLimiter,
-            keys=config.api_keys,
+            keys=config.api_key,
             max_requests=config.max_requests_per_key,
             paths=frozenset(
                 path for endpoint in ENDPOINTS if endpoint.runs_model for path in endpoint.paths
@@ -255,7 +255,7 @@ async def _respond(
     request_id = _read_request_id(request.headers)
     try:
         if needs_key:
-            check_api_key(request.headers, state.config.api_keys)
+            check_api_key(request.headers, state.config.api_key)
         return await respond(request, request_id)
     except ApiError as error:
         return _error_response(state, error, request_id)

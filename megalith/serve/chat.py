@@ -87,7 +87,7 @@ RESERVED_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class EncodedConversation:
     """An encoded conversation, and how the next message is generated."""
 
     model: ServedModel
@@ -106,7 +106,7 @@ class Conversation:
 class ChatRequest:
     """A valid request."""
 
-    conversation: Conversation
+    conversation: EncodedConversation
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 
@@ -157,7 +157,7 @@ async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> Cha
 
 async def read_conversation(
     body: Mapping[str, Any], model: ServedModel, state: ServerState, *, num_top: int | None
-) -> Conversation:
+) -> EncodedConversation:
     """Return the conversation of a chat request; `num_top`: see `ChatRequest.top_logprobs`.
 
     Raises:
@@ -173,7 +173,7 @@ async def read_conversation(
     params = output.add_structure(params, has_reasoning=has_reasoning)
     params = fit_context(params, len(prompt.token_ids), model, body, prompt_field="messages")
     params = end_with_turn(params, model, output)
-    return Conversation(model, prompt.token_ids, params, output, has_reasoning)
+    return EncodedConversation(model, prompt.token_ids, params, output, has_reasoning)
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:  # JSON
@@ -209,7 +209,7 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:  # JSON
         content = ""
     if not isinstance(content, str):
         raise invalid(
-            f"{name}.content={content!r:.60} must be a text, or a list of parts such as "
+            f"{name}.content={content!r:.60} must be a string, or a list of parts such as "
             '{"type": "text", "text": "Hello"}.',
             "messages",
         )
@@ -243,7 +243,7 @@ def _read_tool_calls(value: Any, name: str) -> list[dict[str, Any]]:  # JSON
         if not isinstance(arguments, dict):
             raise invalid(
                 f"{name}[{index}].function.arguments={function['arguments']!r:.80} must be a JSON "
-                f"object as text. Use {example}.",
+                f"object as a string. Use {example}.",
                 "messages",
             )
         calls.append({**call, "function": {**function, "arguments": arguments}})
@@ -339,7 +339,7 @@ def end_with_turn(
 class ChoiceParser:
     """Parses the outputs of one choice."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: EncodedConversation) -> None:
         output, params = conversation.output, conversation.params
         self._parser = output.build_parser(
             has_reasoning=conversation.has_reasoning, hides_markers=params.skip_special_tokens

@@ -11,8 +11,6 @@ from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sse import PING_SECONDS
 from megalith.serve.state import RequestContext, ServerState
 
-NO_NAMES: Mapping[str, str] = {}
-
 
 @dataclass(slots=True)
 class ChoiceDelta:
@@ -117,7 +115,7 @@ async def generate(
     state: ServerState,
     prompts: Sequence[PromptRequest],
     uid: str,
-    names: Mapping[str, str] = NO_NAMES,
+    names: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Generation]:
     """Generate from prompts; the generation is aborted at the end of the context. `names`: of
     fields in errors about structured output.
@@ -125,7 +123,7 @@ async def generate(
     Raises:
         ApiError: a request is invalid or failed.
     """
-    with name_structured_output(names):
+    with name_structured_output(names or {}):
         async with state.client.generate(prompts, uid=uid) as generation:
             yield generation
 

@@ -156,7 +156,7 @@ async def encode_prompts(
         ApiError: they are invalid.
     """
     if value is None:
-        raise invalid(f'{name} is missing. Use a text, such as "Hello".', name)
+        raise invalid(f'{name} is missing. Use a string, such as "Hello".', name)
     is_batch = isinstance(value, list) and (not value or isinstance(value[0], str | list))
     items = value if is_batch else [value]
     if not items:
@@ -196,7 +196,8 @@ def check_token_ids(value: Any, model: ServedModel, name: str) -> None:  # JSON
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         kind = "a list with other values than ids" if isinstance(value, list) else repr(value)[:60]
         raise invalid(
-            f"{name} is {kind}, but must be a text or a list of token ids, such as [17, 4].", param
+            f"{name} is {kind}, but must be a string or a list of token ids, such as [17, 4].",
+            param,
         )
     if not value:
         raise invalid(f"{name} has 0 tokens. Use at least one.", param)

@@ -77,7 +77,7 @@ def _read_prompts(body: Mapping[str, Any]) -> list[str]:
         or not all(isinstance(text, str) for text in prompts)
     ):
         raise invalid(
-            f"prompts={prompts!r:.60} must be a list of 1 to {MAX_PROMPTS} texts, such as "
+            f"prompts={prompts!r:.60} must be a list of 1 to {MAX_PROMPTS} strings, such as "
             '["Hello"].',
             "prompts",
         )

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from megalith.serve.chat import ChoiceParser, Conversation, read_conversation
+from megalith.serve.chat import ChoiceParser, EncodedConversation, read_conversation
 from megalith.serve.choices import (
     ChoiceDelta,
     Usage,
@@ -98,7 +98,7 @@ CHAT_NAMES = {
 class ResponsesRequest:
     """A valid request."""
 
-    conversation: Conversation
+    conversation: EncodedConversation
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from megalith.config.generation import SamplingParams
 from megalith.config.server import ServeConfig
 from megalith.infer.llm import LLM
-from megalith.serve.chat import Conversation
+from megalith.serve.chat import EncodedConversation
 from megalith.serve.client import Generation
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import HttpMetrics
@@ -238,7 +238,7 @@ def test_error_after_the_first_event_is_an_event() -> None:
     client: Any = Client()
     state = ServerState(ServeConfig(), client, HttpMetrics("m"))
     model: Any = SimpleNamespace(name="m")
-    conversation = Conversation(model, [1], SamplingParams(), OutputFormat(), False)
+    conversation = EncodedConversation(model, [1], SamplingParams(), OutputFormat(), False)
     echoed = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
     request = ResponsesRequest(conversation, None, True, 1, echoed)
     generation = client.generation
