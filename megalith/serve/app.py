@@ -234,6 +234,8 @@ def _build_handler(
         result = await run_until_disconnect(
             _start(endpoint.function(state, context)), request.receive
         )
+        if isinstance(result, dict) and _is_large(result):
+            return await asyncio.to_thread(_json_response, result, request_id)
         if isinstance(result, dict):
             return _json_response(result, request_id)
         return EventStream(*result, state=state, request_id=request_id)
@@ -408,6 +410,13 @@ def _read_request_id(headers: Mapping[str, str]) -> str:
     """Return the client's X-Request-Id if it is short and printable, else a new one."""
     given = headers.get("x-request-id", "")
     return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
+
+
+def _is_large(result: dict[str, Any]) -> bool:
+    """Whether a response may have many numbers, and is encoded on another thread: log-probs or
+    embeddings."""
+    choices = result.get("choices", ())
+    return "data" in result or any(choice.get("logprobs") is not None for choice in choices)
 
 
 def _json_response(data: dict[str, Any], request_id: str, status: int = 200) -> Response:

@@ -23,6 +23,7 @@ from megalith.serve.choices import (
     generate,
     iterate_deltas,
     respond,
+    run_if_large,
 )
 from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import invalid
@@ -386,10 +387,15 @@ class _ChatResponse:
         """Return the response when all choices are finished."""
         async with self._generate(uid) as generation:
             usage = Usage(generation, len(self._conversation.token_ids))
-            choices = []
-            for (_, index), delta in (await collect_choices(generation)).items():
+            batch = await collect_choices(generation)
+            for delta in batch.values():
                 usage.add(delta)
-                choices.append(self._choice(index, delta))
+
+            def build() -> list[dict[str, Any]]:
+                return [self._choice(index, delta) for (_, index), delta in batch.items()]
+
+            num_positions = sum(len(delta.logprobs) for delta in batch.values())
+            choices = await run_if_large(build, num_positions)
             return self._head | {"choices": choices, "usage": usage.to_json()}
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:

@@ -1,15 +1,20 @@
 """Outputs of a generation as the choices of a response, complete or as deltas of a stream."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import name_structured_output
 from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sse import PING_SECONDS
 from megalith.serve.state import RequestContext, ServerState
+
+T = TypeVar("T")
+MIN_BUILT_IN_THREAD_POSITIONS = 256
+"""Positions with log-probs of a response that is built on another thread (heuristic: 2 ms)."""
 
 
 @dataclass(slots=True)
@@ -126,6 +131,14 @@ async def generate(
     with name_structured_output(names or {}):
         async with state.client.generate(prompts, uid=uid) as generation:
             yield generation
+
+
+async def run_if_large(build: Callable[[], T], num_positions: int) -> T:
+    """Return the result of a function that builds log-probs of a number of positions; on another
+    thread if they are many, so that other streams continue."""
+    if num_positions < MIN_BUILT_IN_THREAD_POSITIONS:
+        return build()
+    return await asyncio.to_thread(build)
 
 
 async def collect_choices(generation: Generation) -> dict[ChoiceKey, ChoiceDelta]:

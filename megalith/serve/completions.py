@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +13,13 @@ from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
 from megalith.errors import DataError
 from megalith.serve.choices import (
     ChoiceDelta,
+    ChoiceKey,
     Usage,
     collect_choices,
     generate,
     iterate_deltas,
     respond,
+    run_if_large,
 )
 from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import ApiError, invalid
@@ -165,23 +167,24 @@ async def encode_prompts(
     for index, item in enumerate(items):
         where = f"{name}[{index}]" if is_batch else name
         if isinstance(item, str):
-            prompts.append(EncodedPrompt(await encode_text(item, model.tokenizer, where), item))
+            prompts.append(EncodedPrompt(await encode_text(item, model, where), item))
         else:
             check_token_ids(item, model, where)
             prompts.append(EncodedPrompt(item, None))
     return prompts
 
 
-async def encode_text(text: str, tokenizer: Tokenizer, name: str) -> list[int]:
+async def encode_text(text: str, model: ServedModel, name: str) -> list[int]:
     """Return the token ids of a text, tokenized on another thread if it is long.
 
     Raises:
-        ApiError: it cannot be encoded.
+        ApiError: it cannot be encoded, or is longer than any text that fits the context.
     """
+    model.check_length(text, name)
     try:
         if len(text) < MIN_ENCODED_IN_THREAD_CHARACTERS:
-            return encode_prompt(text, tokenizer)
-        return await asyncio.to_thread(encode_prompt, text, tokenizer)
+            return encode_prompt(text, model.tokenizer)
+        return await asyncio.to_thread(encode_prompt, text, model.tokenizer)
     except DataError as error:
         raise invalid(f"{name}: {error}", name.partition("[")[0]) from None
 
@@ -232,10 +235,10 @@ class _CompletionResponse:
         """Return the response when all choices are finished."""
         async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
-            choices = []
-            for key, delta in (await collect_choices(generation)).items():
+            batch = list((await collect_choices(generation)).items())
+            for _, delta in batch:
                 usage.add(delta)
-                choices.append(self._choice(key, delta, generation))
+            choices = await self._build_choices(batch, generation)
             return self._head | {"choices": choices, "usage": usage.to_json()}
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
@@ -246,15 +249,30 @@ class _CompletionResponse:
             deltas = iterate_deltas(generation, interval=self._request.interval)
             async with aclosing(deltas):
                 async for batch in deltas:
-                    events = []
-                    for key, delta in batch:
+                    for _, delta in batch:
                         usage.add(delta)
-                        choice = self._choice(key, delta, generation)
-                        events.append(event(self._head | {"choices": [choice]} | extra))
+                    choices = await self._build_choices(batch, generation)
+                    events = (event(self._head | {"choices": [one]} | extra) for one in choices)
                     yield b"".join(events) or PING
             if self._request.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
+
+    async def _build_choices(
+        self, batch: Sequence[tuple[ChoiceKey, ChoiceDelta]], generation: Generation
+    ) -> list[dict[str, Any]]:
+        """Return the JSON of choices, built on another thread if they have many log-probs."""
+        num_positions = sum(len(delta.logprobs) for _, delta in batch)
+        if self._request.echo and self._request.params[0].logprobs is not None:
+            new = [
+                prompt for (prompt, choice), _ in batch if (prompt, choice) not in self._logprobs
+            ]
+            num_positions += sum(len(self._request.prompts[prompt].token_ids) for prompt in new)
+
+        def build() -> list[dict[str, Any]]:
+            return [self._choice(key, delta, generation) for key, delta in batch]
+
+        return await run_if_large(build, num_positions)
 
     def _choice(
         self, key: tuple[int, int], delta: ChoiceDelta, generation: Generation

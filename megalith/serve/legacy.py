@@ -124,7 +124,7 @@ def _read_params(body: Mapping[str, Any], model: ServedModel, state: ServerState
 async def _encode(
     text: str, body: Mapping[str, Any], params: SamplingParams, model: ServedModel
 ) -> PromptRequest:
-    ids = await encode_text(text, model.tokenizer, "prompts")
+    ids = await encode_text(text, model, "prompts")
     if read_bool(body, "add_BOS"):
         bos = model.tokenizer.bos
         if bos is None:

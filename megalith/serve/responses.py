@@ -15,6 +15,7 @@ from megalith.serve.choices import (
     generate,
     iterate_deltas,
     respond,
+    run_if_large,
 )
 from megalith.serve.client import Generation
 from megalith.serve.errors import ApiError, invalid, rename_fields
@@ -208,7 +209,7 @@ class _Response:
             usage = self._count_usage(generation)
             (output,) = (await collect_choices(generation)).values()
             usage.add(output)
-            self._add(output)
+            await run_if_large(lambda: self._add(output), len(output.logprobs))
             return self._finish(usage)
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:

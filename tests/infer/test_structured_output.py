@@ -14,7 +14,7 @@ import pytest
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams, sampling_problems
 from megalith.data.huggingface import HuggingFaceTokenizer
-from megalith.data.tokenizer import ByteTokenizer, StreamDecoder
+from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, StreamDecoder
 from megalith.errors import ConfigError, DataError
 from megalith.infer import structured_output
 from megalith.infer.engine import InferenceEngine
@@ -462,6 +462,26 @@ def test_error_in_a_schema_of_many_is_located_with_few_compilations(
 
 
 DEEP = '{"items": ' * 64 + '{"type": "null"}' + "}" * 64
+
+
+def test_tokens_are_prepared_once_before_the_first_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = structured_output._import_library()
+    vocabularies: list[Any] = []
+
+    def build(vocabulary: Any) -> Any:
+        vocabularies.append(vocabulary)
+        return library.LLTokenizer(vocabulary)
+
+    counting = SimpleNamespace(LLTokenizer=build, LLMatcher=library.LLMatcher)
+    monkeypatch.setattr(structured_output, "_import_library", lambda: counting)
+    compiler = GrammarCompiler(ByteTokenizer(), 257)
+    compiler.prepare()
+    assert len(vocabularies) == 1
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    assert len(vocabularies) == 1
+    GrammarCompiler(NullTokenizer(12), 12).prepare()  # its tokens have no text
 
 
 @pytest.mark.parametrize(

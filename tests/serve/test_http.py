@@ -403,7 +403,21 @@ BAD_REQUESTS: tuple[tuple[str, Any, int, str | None, str], ...] = (
         "cannot set messages",
     ),
     (CHAT, chat(chat_template_kwargs={"a": "x" * 5000}), 400, "chat_template_kwargs", "4096"),
-    (CHAT, chat(stop=["a"] * 16), 400, "stop", "the chat template adds one"),
+    (CHAT, chat(stop=["a"] * 16), 400, "stop", "the chat template adds 1; the"),
+    *(
+        (path, request, 400, request_field, "has 4000 characters, but the context of the model is")
+        for path, request, request_field in (
+            (COMPLETIONS, completion(prompt=["x", "x" * 4000]), "prompt"),
+            ("/tokenize", {"prompt": "x" * 4000}, "prompt"),
+        )
+    ),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x" * 4000}]),
+        400,
+        "messages",
+        "characters, but the context of the model is 256 tokens, which have at most 3328",
+    ),
     ("/tokenize", {"prompt": 3}, 400, "prompt", "prompt=3 must be a string"),
     ("/detokenize", {}, 400, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "tokens[0]=-1"),
