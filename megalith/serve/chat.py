@@ -31,13 +31,11 @@ from megalith.serve.limits import MAX_TEMPLATE_VARIABLES_BYTES
 from megalith.serve.model_info import RenderedPrompt, ServedModel
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
-    check_unsupported,
-    count_unknown,
+    RequestOptions,
     fit_context,
     read_bool,
-    read_int,
+    read_options,
     read_params,
-    read_stream_options,
 )
 from megalith.serve.sse import DONE, PING, PING_SECONDS, event
 from megalith.serve.state import RequestContext, ServerState
@@ -108,12 +106,10 @@ class ChatRequest:
     """A valid request."""
 
     conversation: EncodedConversation
+    options: RequestOptions
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 
-    stream: bool
-    include_usage: bool
-    interval: int
     returns_token_ids: bool
 
 
@@ -128,7 +124,7 @@ async def create_chat_completion(
     request = await parse_chat_request(state, context.body)
     response = _ChatResponse(request, state)
     prompts = [request.conversation.to_prompt()]
-    return await respond(response, state, context, prompts, stream=request.stream)
+    return await respond(response, state, context, prompts, stream=request.options.stream)
 
 
 async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> ChatRequest:
@@ -137,21 +133,17 @@ async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> Cha
     Raises:
         ApiError: it is invalid.
     """
-    model = state.find_model(body.get("model"))
-    check_unsupported(body, UNSUPPORTED, "/v1/chat/completions")
-    count_unknown(body, FIELDS, state)
-    stream, include_usage = read_stream_options(body)
-    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    options = read_options(
+        body, state, endpoint="/v1/chat/completions", known=FIELDS, unsupported=UNSUPPORTED
+    )
     logprobs, top_logprobs = read_bool(body, "logprobs"), body.get("top_logprobs")
     if top_logprobs is not None and not logprobs:
         raise invalid("top_logprobs needs logprobs=true. Remove it, or set both.", "top_logprobs")
     num_top = (0 if top_logprobs is None else top_logprobs) if logprobs else None
     return ChatRequest(
-        await read_conversation(body, model, state, num_top=num_top),
+        await read_conversation(body, options.model, state, num_top=num_top),
+        options,
         num_top,
-        stream,
-        include_usage,
-        interval or 1,
         read_bool(body, "return_prompt_tokens"),
     )
 
@@ -377,7 +369,7 @@ class _ChatResponse:
         self._parsers = [ChoiceParser(request.conversation) for _ in range(self._num_choices)]
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "object": "chat.completion.chunk" if request.options.stream else "chat.completion",
             "created": int(time.time()),
             "model": request.conversation.model.name,
             "system_fingerprint": None,
@@ -402,7 +394,7 @@ class _ChatResponse:
         """Yield the events of the stream."""
         async with self._generate(uid) as generation:
             usage = Usage(generation, len(self._conversation.token_ids))
-            deltas = iterate_deltas(generation, interval=self._request.interval)
+            deltas = iterate_deltas(generation, interval=self._request.options.interval)
             events, sent = self._first_events(), time.monotonic()
             async with aclosing(deltas):
                 async for batch in deltas:
@@ -413,7 +405,7 @@ class _ChatResponse:
                     if events or not batch or time.monotonic() - sent > PING_SECONDS:
                         yield b"".join(events) or PING
                         events, sent = [], time.monotonic()
-            if self._request.include_usage:
+            if self._request.options.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
 
@@ -492,7 +484,7 @@ class _ChatResponse:
         }
         if end is not None:
             choice["stop_reason"] = end.stop_reason
-        extra = {"usage": None} if self._request.include_usage else {}
+        extra = {"usage": None} if self._request.options.include_usage else {}
         return event(self._head | {"choices": [choice]} | extra)
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:

@@ -27,14 +27,12 @@ from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import Logprobs
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
-    check_unsupported,
-    count_unknown,
+    RequestOptions,
     fit_context,
     max_tokens_name,
     read_bool,
-    read_int,
+    read_options,
     read_params,
-    read_stream_options,
 )
 from megalith.serve.sse import DONE, PING, event
 from megalith.serve.state import RequestContext, ServerState
@@ -59,17 +57,12 @@ class EncodedPrompt:
 class CompletionRequest:
     """A valid request with encoded prompts."""
 
-    model: ServedModel
+    options: RequestOptions
     prompts: list[EncodedPrompt]
     params: list[SamplingParams]
     """Of each prompt."""
 
     echo: bool
-    stream: bool
-    include_usage: bool
-    interval: int
-    """Tokens between two chunks of a choice."""
-
     returns_token_ids: bool
 
     @property
@@ -100,7 +93,9 @@ async def create_completion(
     """
     request = await parse_completion_request(state, context.body)
     response = _CompletionResponse(request, state)
-    return await respond(response, state, context, request.to_prompts(), stream=request.stream)
+    return await respond(
+        response, state, context, request.to_prompts(), stream=request.options.stream
+    )
 
 
 async def parse_completion_request(
@@ -111,14 +106,13 @@ async def parse_completion_request(
     Raises:
         ApiError: it is invalid.
     """
-    model = state.find_model(body.get("model"))
-    check_unsupported(body, {"suffix": (None, "")}, "/v1/completions")
+    options = read_options(
+        body, state, endpoint="/v1/completions", known=FIELDS, unsupported={"suffix": (None, "")}
+    )
+    model = options.model
     n = body.get("n") or 1
     if body.get("best_of") not in (None, n):
         raise invalid(f"best_of={body['best_of']!r:.60} must be n={n!r:.60}. Remove it.", "best_of")
-    count_unknown(body, FIELDS, state)
-    stream, include_usage = read_stream_options(body)
-    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
     echo, logprobs = read_bool(body, "echo"), body.get("logprobs")
     params = read_params(
         body,
@@ -132,16 +126,13 @@ async def parse_completion_request(
         params = replace(params, max_new_tokens=limit)
     prompts = await encode_prompts(body.get("prompt"), model)
     return CompletionRequest(
-        model,
+        options,
         prompts,
         [
             fit_context(params, len(prompt.token_ids), model, body, prompt_field="prompt")
             for prompt in prompts
         ],
         echo,
-        stream,
-        include_usage,
-        interval or 1,
         read_bool(body, "return_prompt_tokens"),
     )
 
@@ -222,11 +213,11 @@ class _CompletionResponse:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": request.model.name,
+            "model": request.options.model.name,
             "system_fingerprint": None,
         }
         self._echoes = [
-            _echo_text(prompt, request.model.tokenizer) if request.echo else ""
+            _echo_text(prompt, request.options.model.tokenizer) if request.echo else ""
             for prompt in request.prompts
         ]
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
@@ -243,10 +234,10 @@ class _CompletionResponse:
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream."""
-        extra = {"usage": None} if self._request.include_usage else {}
+        extra = {"usage": None} if self._request.options.include_usage else {}
         async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
-            deltas = iterate_deltas(generation, interval=self._request.interval)
+            deltas = iterate_deltas(generation, interval=self._request.options.interval)
             async with aclosing(deltas):
                 async for batch in deltas:
                     for _, delta in batch:
@@ -254,7 +245,7 @@ class _CompletionResponse:
                     choices = await self._build_choices(batch, generation)
                     events = (event(self._head | {"choices": [one]} | extra) for one in choices)
                     yield b"".join(events) or PING
-            if self._request.include_usage:
+            if self._request.options.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
 
@@ -284,7 +275,7 @@ class _CompletionResponse:
         if is_first:
             # Without an echo the offsets count from the start of the output.
             self._logprobs[key] = CompletionLogprobs(
-                self._state.token_texts(), request.model.tokenizer
+                self._state.token_texts(), request.options.model.tokenizer
             )
         result: dict[str, Any] = {
             "index": prompt * request.num_choices + choice,

@@ -29,11 +29,10 @@ from megalith.serve.response_input import (
 from megalith.serve.response_items import ResponseItems
 from megalith.serve.sampling_fields import (
     SAMPLING_FIELDS,
+    RequestOptions,
     check_unsupported,
-    count_unknown,
     read_bool,
-    read_int,
-    read_stream_options,
+    read_options,
 )
 from megalith.serve.sse import PING, PING_SECONDS
 from megalith.serve.state import RequestContext, ServerState
@@ -100,11 +99,10 @@ class ResponsesRequest:
     """A valid request."""
 
     conversation: EncodedConversation
+    options: RequestOptions
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 
-    stream: bool
-    interval: int
     echoed: dict[str, Any]
     """Fields that the response repeats."""
 
@@ -120,7 +118,7 @@ async def create_response(
     request = await parse_responses_request(state, context.body)
     response = _Response(request, state)
     prompts = [request.conversation.to_prompt()]
-    return await respond(response, state, context, prompts, stream=request.stream)
+    return await respond(response, state, context, prompts, stream=request.options.stream)
 
 
 async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -> ResponsesRequest:
@@ -129,14 +127,11 @@ async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -
     Raises:
         ApiError: it is invalid.
     """
-    model = state.find_model(body.get("model"))
     text = _read_object(body, "text")
     nested = {f"text.{key}": value for key, value in text.items()}
     nested |= {f"reasoning.{key}": value for key, value in _read_object(body, "reasoning").items()}
-    check_unsupported({**body, **nested}, UNSUPPORTED, ENDPOINT)
-    count_unknown(body, FIELDS, state)
-    stream, _ = read_stream_options(body)
-    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    check_unsupported(nested, UNSUPPORTED, ENDPOINT)
+    options = read_options(body, state, endpoint=ENDPOINT, known=FIELDS, unsupported=UNSUPPORTED)
     num_top = _read_top_logprobs(body)
     with rename_fields(CHAT_NAMES):
         chat = {
@@ -148,14 +143,13 @@ async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -
             "tool_choice": convert_tool_choice(body.get("tool_choice")),
             "response_format": convert_format(text.get("format")),
         }
-        conversation = await read_conversation(chat, model, state, num_top=num_top)
+        conversation = await read_conversation(chat, options.model, state, num_top=num_top)
     params = conversation.params
     parallel = body.get("parallel_tool_calls") is None or read_bool(body, "parallel_tool_calls")
     return ResponsesRequest(
         conversation,
+        options,
         num_top,
-        stream,
-        interval or 1,
         {
             "instructions": body.get("instructions"),
             "max_output_tokens": body.get("max_output_tokens"),
@@ -218,7 +212,7 @@ class _Response:
         try:
             async with self._generate(uid) as generation:
                 usage = self._count_usage(generation)
-                deltas = iterate_deltas(generation, interval=self._request.interval)
+                deltas = iterate_deltas(generation, interval=self._request.options.interval)
                 async with aclosing(deltas):
                     async for batch in deltas:
                         if is_first:

@@ -28,6 +28,7 @@ from megalith.serve.metrics import HttpMetrics
 from megalith.serve.protocol import TokenUpdate
 from megalith.serve.response_input import read_input
 from megalith.serve.responses import ResponsesRequest, _Response
+from megalith.serve.sampling_fields import RequestOptions
 from megalith.serve.state import ServerState
 from megalith.serve.tools import OutputFormat
 from tests.serve.servers import Server
@@ -240,7 +241,8 @@ def test_error_after_the_first_event_is_an_event() -> None:
     model: Any = SimpleNamespace(name="m")
     conversation = EncodedConversation(model, [1], SamplingParams(), OutputFormat(), False)
     echoed = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-    request = ResponsesRequest(conversation, None, True, 1, echoed)
+    options = RequestOptions(model, stream=True, include_usage=False, interval=1)
+    request = ResponsesRequest(conversation, options, None, echoed)
     generation = client.generation
 
     async def read() -> list[bytes]:
