@@ -7,27 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from megalith import storage
 from megalith.cli.arguments import parse_options, split_overrides
-from megalith.cli.generate import DTYPES
+from megalith.cli.serve import ModelOptions
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
-from megalith.config.tree import apply_overrides, to_dict
+from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError, DataError, raise_all
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunBatchOptions:
+class RunBatchOptions(ModelOptions):
     """Process a batch file of the OpenAI API: one JSON object per line with custom_id, url
     (/v1/completions, /v1/chat/completions, /v1/embeddings or /v1/responses) and body.
 
     Settings of the engine and of kernels are options too, such as --engine.max_num_seqs 16.
     """
-
-    source: Positional[str]
-    """Folder of a run (its latest checkpoint), a checkpoint, or a Hugging Face model; or the
-    name of a run under runs/."""
 
     input: str
     """Batch file; - is standard input."""
@@ -39,28 +33,17 @@ class RunBatchOptions:
     served_model_name: str | None = None
     """Name of the model in requests; default: the name of its folder."""
 
-    template: str | None = None
-    """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
-    file; default: that of the fine-tuning run, else the model's."""
-
     generation_defaults: Literal["model", "none"] = "model"
     """model: sampling parameters that a request leaves out have the values of the model's
     generation_config.json; none: those of the OpenAI API."""
-
-    dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
-
-    base: str | None = None
-    """For adapters: their base model; default: the one that the adapters name."""
 
 
 def main(argv: list[str]) -> int:
     """Run `megalith run-batch`; exits with 1 if a request failed."""
     rest, overrides = split_overrides(argv, ServeRun)
     options = parse_options(RunBatchOptions, rest, prog="megalith run-batch", root=ServeRun)
-    name = options.served_model_name or Path(options.source).resolve().name
     server = ServeConfig(
-        served_model_name=name,
+        served_model_name=options.served_model_name,
         generation_defaults=options.generation_defaults,
         max_queue=1_000_000,  # the file is the queue
         max_queue_tokens=2**40,
@@ -77,15 +60,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--output={options.output}: the file exists. Remove it, or use another name."
         )
-    settings = {
-        "source": options.source,
-        "engine": to_dict(run.engine),
-        "kernels": to_dict(run)["kernels"],
-        "served_model_name": name,
-        "base": options.base,
-        "dtype": DTYPES[options.dtype] if options.dtype else None,
-        "template": options.template,
-    }
+    settings = options.engine_settings(run)
     num_failed = asyncio.run(
         run_batch(run.server, settings, requests, lambda line: write_line(options.output, line))
     )

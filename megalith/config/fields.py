@@ -362,12 +362,15 @@ def field_types(cls: type) -> Mapping[str, Hint]:
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
     """Return the docstring of each field of a dataclass, in one line."""
+    docs: dict[str, str] = {}
+    for base in cls.__bases__:
+        if is_dataclass(base):
+            docs |= field_docs(base)
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except OSError:  # a frozen application has no source files, so its help has no docstrings
-        return {}
+        return docs
     assert isinstance(tree, ast.ClassDef)
-    docs = {}
     for field, text in zip(tree.body, tree.body[1:]):
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(

@@ -37,8 +37,10 @@ class ServeConfig:
     served_model_name: str | None = None
     """Name of the model in requests. Unset: the name of its folder."""
 
-    api_keys: tuple[str, ...] = ()
-    """Keys, one of which a request must send as `Authorization: Bearer KEY`. None: no keys."""
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which a request must send as `Authorization: Bearer KEY`; better in the
+    environment variable MEGALITH_API_KEY, which other users of this machine cannot read. None: no
+    keys."""
 
     max_queue: Annotated[int, Ge(1), Example(1024)] = 1024
     """Maximum number of waiting sequences (prompts times n) beyond those that run; more are
@@ -78,12 +80,12 @@ class ServeConfig:
     are trained for one of them."""
 
     parsers: tuple[str, ...] = ()
-    """Parsers of generated text, one for reasoning and one for tool calls. None: all text is
-    content."""
+    """Formats in which the model writes reasoning (deepseek-r1, gpt-oss, nemotron-v3 or qwen3) and
+    tool calls (gpt-oss, hermes, json, llama3-json or qwen3-coder). None: all text is content."""
 
     enable_admin: bool = False
     """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
-    /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_keys."""
+    /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_key."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected
@@ -123,19 +125,19 @@ def serve_problems(run: ServeRun) -> list[str]:
     for name, path in (("cert", server.ssl_certfile), ("key", server.ssl_keyfile)):
         if path is not None and not Path(path).is_file():
             problems.append(f"--ssl-{name}file={path}: no such file. Pass a PEM file.")
-    for key in server.api_keys:
+    for key in server.api_key:
         if not key or not key.isascii() or not key.isprintable() or key.strip() != key:
             problems.append(
                 "--api-key: a key must have only printable ASCII characters without spaces around "
                 "them. Use for example the output of `openssl rand -hex 32`."
             )
             break
-    if server.max_requests_per_key is not None and not server.api_keys:
+    if server.max_requests_per_key is not None and not server.api_key:
         problems.append(
             f"--max-requests-per-key={server.max_requests_per_key}: there are no keys. Pass "
             "--api-key too, or omit it."
         )
-    if server.enable_admin and not server.api_keys:
+    if server.enable_admin and not server.api_key:
         problems.append(
             "--enable-admin: there are no keys, so everyone could stop the server. Pass --api-key "
             "too, or omit it."

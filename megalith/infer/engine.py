@@ -596,9 +596,9 @@ class InferenceEngine:
             if choice.state.accepts_drafts:
                 token_ids = choice.state.token_ids
                 # a step generates one token more than it accepts drafts
-                longest = self._max_total_tokens(choice.request) - len(token_ids) - 1
+                max_draft_tokens = self._max_total_tokens(choice.request) - len(token_ids) - 1
                 make_row = partial(make_sample_row, choice)
-                rows.append(DraftRow(choice.state.seq_id, token_ids, longest, make_row))
+                rows.append(DraftRow(choice.state.seq_id, token_ids, max_draft_tokens, make_row))
         if len(rows) >= self.config.max_num_batched_tokens:
             return {}
         try:

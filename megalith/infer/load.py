@@ -70,7 +70,7 @@ from megalith.infer.speculative import (
     check_speculation,
 )
 from megalith.kernels.backend import select_backends, unavailable_backends
-from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
+from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS, SmallBatchLimits
 from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs
 from megalith.nn.batched_lora import StepAdapters
@@ -627,9 +627,9 @@ def _small_batch_limits(
     tensor-parallel ranks."""
     backend = expand_kernel_setting(generator.kernels).backend_name("small_batch_matmul")
     if backend == "numba":
-        return EVERY_ROW
+        return ALL_ROW_COUNTS
     if device.type != "cpu" or backend != "auto" or config.batch_invariant:
-        return NO_ROWS
+        return NO_ROW_COUNTS
     group = generator.model.tp_comm.group
     limits = gather_objects(load_or_measure_limits(), group)[0]
     assert isinstance(limits, SmallBatchLimits)

@@ -15,8 +15,8 @@ from megalith.infer.pipeline import PipelineLink
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear_small_batch import (
-    EVERY_ROW,
-    NO_ROWS,
+    ALL_ROW_COUNTS,
+    NO_ROW_COUNTS,
     SmallBatchLimits,
     small_batch_matmul,
 )
@@ -74,7 +74,7 @@ class ModelRunner:
         model: Decoder,
         cache: PagedKVCache,
         *,
-        limits: SmallBatchLimits = NO_ROWS,
+        limits: SmallBatchLimits = NO_ROW_COUNTS,
         link: PipelineLink | None = None,
         adapters: AdapterManager | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class ModelRunner:
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self.num_stages = 1 if link is None else link.num_stages
         self.is_last_stage = model.stage.loss
-        self.limits = EVERY_ROW if cache.batch_invariant else limits
+        self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
 
     @torch.inference_mode()

@@ -148,8 +148,8 @@ class DraftLengthController:
     ranks, whose clocks differ, but whose plans must not.
     """
 
-    def __init__(self, longest: int, *, measures_time: bool) -> None:
-        self._longest, self._measures_time = longest, measures_time
+    def __init__(self, max_draft_tokens: int, *, measures_time: bool) -> None:
+        self._max_draft_tokens, self._measures_time = max_draft_tokens, measures_time
         self._acceptance: dict[int, _AcceptanceStats] = {}
         self._token_cost = TOKEN_COST
         self._draft_cost = 0.0
@@ -162,7 +162,7 @@ class DraftLengthController:
         cost = self._token_cost * num_rows / (1 + self._token_cost * num_rows) + self._draft_cost
         best, best_speed = 0, MIN_SPEEDUP
         expected, last = 1.0, 1.0
-        for count in range(1, self._longest + 1):
+        for count in range(1, self._max_draft_tokens + 1):
             last *= acceptance.rate
             expected += last
             if expected / (1 + count * cost) > best_speed:

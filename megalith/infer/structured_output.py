@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from megalith.config.generation import StructuredOutputsParams
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 
 MAX_CACHED_GRAMMARS = 64
 """Compiled grammars that an engine keeps (heuristic: a service has a few schemas)."""
@@ -142,6 +143,18 @@ class GrammarCompiler:
         self._vocabulary: Any = None  # the LLTokenizer
         self._vocabulary_lock = threading.Lock()
 
+    def prepare(self) -> None:
+        """Build what all grammars share, so that no step waits for it; if that is not possible, a
+        request with a structure is rejected."""
+        with suppress(ConfigError, DataError):
+            self._build_vocabulary(_import_library())
+
+    def _build_vocabulary(self, library: Any) -> Any:  # the LLTokenizer
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = library.LLTokenizer(_Vocabulary(self._tokenizer))
+            return self._vocabulary
+
     def is_cached(self, params: StructuredOutputsParams) -> bool:
         """Whether `compile` returns at once."""
         return params in self._grammars
@@ -158,10 +171,7 @@ class GrammarCompiler:
                 self._grammars.move_to_end(params)
                 return self._grammars[params]
         library = _import_library()
-        with self._vocabulary_lock:
-            if self._vocabulary is None:
-                self._vocabulary = library.LLTokenizer(_Vocabulary(self._tokenizer))
-        matcher = _compile(library, self._vocabulary, params)
+        matcher = _compile(library, self._build_vocabulary(library), params)
         grammar = Grammar(matcher, self._tokenizer.vocab_size, self._vocab_size)
         with self._lock:
             self._grammars[params] = grammar

@@ -41,9 +41,9 @@ class SmallBatchLimits:
         return limits.get(dtype, 0)
 
 
-NO_ROWS = SmallBatchLimits(fp32=0, bf16=0, int8=0)
+NO_ROW_COUNTS = SmallBatchLimits(fp32=0, bf16=0, int8=0)
 """torch's matmuls for every number of rows."""
-EVERY_ROW = SmallBatchLimits(fp32=ANY_ROWS, bf16=ANY_ROWS, int8=ANY_ROWS)
+ALL_ROW_COUNTS = SmallBatchLimits(fp32=ANY_ROWS, bf16=ANY_ROWS, int8=ANY_ROWS)
 """The kernel for every number of rows."""
 
 
@@ -74,7 +74,7 @@ class LimitedSmallBatchKernel:
 def small_batch_matmul(limits: SmallBatchLimits) -> Iterator[None]:
     """Compute matmuls of few rows by the kernel inside a `with` block, in this thread and in
     `torch.inference_mode`."""
-    with small_batch_kernel(None if limits == NO_ROWS else LimitedSmallBatchKernel(limits)):
+    with small_batch_kernel(None if limits == NO_ROW_COUNTS else LimitedSmallBatchKernel(limits)):
         yield
 
 

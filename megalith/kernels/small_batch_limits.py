@@ -19,7 +19,7 @@ from torch import Tensor
 from megalith.kernels import linear
 from megalith.kernels.linear_small_batch import (
     MAX_MEASURED_ROWS,
-    NO_ROWS,
+    NO_ROW_COUNTS,
     SmallBatchLimits,
     can_use,
     small_batch_linear,
@@ -87,7 +87,7 @@ def measure_limits(
     counts, so one disturbed measurement rarely changes it.
     """
     if not can_use(torch.empty(1, 1), torch.empty(1, 1)):
-        return NO_ROWS
+        return NO_ROW_COUNTS
     clipped = {(max(1, min(o, MAX_MEASURED_WEIGHTS // i)), i) for o, i in shapes}
     largest = sorted(clipped, key=math.prod, reverse=True)[:MAX_MEASURED_SHAPES]
     each = seconds / len(MEASURED_DTYPES)

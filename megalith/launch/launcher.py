@@ -573,7 +573,7 @@ def _remove_abandoned_folders(parent: Path) -> None:
     for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # a link, a file, a folder of another user, or removed meanwhile
+        except OSError:  # a link, a file, a folder of another user, or removed since the listing
             continue
         try:
             if os.fstat(lock).st_uid == os.getuid():

@@ -216,7 +216,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     if config.max_requests_per_key is not None:
         app.add_middleware(
             KeyLimiter,
-            keys=config.api_keys,
+            keys=config.api_key,
             max_requests=config.max_requests_per_key,
             paths=frozenset(
                 path for endpoint in ENDPOINTS if endpoint.runs_model for path in endpoint.paths
@@ -248,6 +248,8 @@ def _build_handler(
         result = await run_until_disconnect(
             _start(endpoint.function(state, context)), request.receive
         )
+        if isinstance(result, dict) and _is_large(result):
+            return await asyncio.to_thread(_json_response, result, request_id)
         if isinstance(result, dict):
             return _json_response(result, request_id)
         return EventStream(*result, state=state, request_id=request_id)
@@ -269,7 +271,7 @@ async def _respond(
     request_id = _read_request_id(request.headers)
     try:
         if needs_key:
-            check_api_key(request.headers, state.config.api_keys)
+            check_api_key(request.headers, state.config.api_key)
         return await respond(request, request_id)
     except ApiError as error:
         return _error_response(state, error, request_id)
@@ -422,6 +424,13 @@ def _read_request_id(headers: Mapping[str, str]) -> str:
     """Return the client's X-Request-Id if it is short and printable, else a new one."""
     given = headers.get("x-request-id", "")
     return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
+
+
+def _is_large(result: dict[str, Any]) -> bool:
+    """Whether a response may have many numbers, and is encoded on another thread: log-probs or
+    embeddings."""
+    choices = result.get("choices", ())
+    return "data" in result or any(choice.get("logprobs") is not None for choice in choices)
 
 
 def _json_response(data: dict[str, Any], request_id: str, status: int = 200) -> Response:

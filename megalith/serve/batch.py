@@ -74,7 +74,7 @@ def _read_line(line: str, where: str) -> BatchRequest:
         raise DataError(f"{where}: not a JSON object. Use {example}.")
     custom_id, url, body = data.get("custom_id"), data.get("url"), data.get("body")
     if not isinstance(custom_id, str):
-        raise DataError(f"{where}: custom_id={custom_id!r:.60} must be a text. Use {example}.")
+        raise DataError(f"{where}: custom_id={custom_id!r:.60} must be a string. Use {example}.")
     if data.get("method", "POST") != "POST":
         raise DataError(f"{where}: method={data['method']!r:.60} must be POST.")
     if url not in FUNCTIONS:

@@ -4,8 +4,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,20 +16,26 @@ from megalith.infer.parsers.harmony import HarmonyParser
 from megalith.infer.parsers.parsed_text import ParsedText, ToolCall
 from megalith.infer.parsers.registry import begins_with_reasoning
 from megalith.infer.stopping_criteria import add_turn_end
-from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
+from megalith.serve.choices import (
+    ChoiceDelta,
+    Usage,
+    collect_choices,
+    generate,
+    iterate_deltas,
+    respond,
+    run_if_large,
+)
 from megalith.serve.client import Generation, PromptRequest
-from megalith.serve.errors import invalid, name_structured_output
+from megalith.serve.errors import invalid
 from megalith.serve.limits import MAX_TEMPLATE_VARIABLES_BYTES
 from megalith.serve.model_info import RenderedPrompt, ServedModel
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
-    check_unsupported,
-    count_unknown,
+    RequestOptions,
     fit_context,
     read_bool,
-    read_int,
+    read_options,
     read_params,
-    read_stream_options,
 )
 from megalith.serve.sse import DONE, PING, PING_SECONDS, event
 from megalith.serve.state import RequestContext, ServerState
@@ -80,8 +86,8 @@ RESERVED_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A valid request with its encoded conversation."""
+class EncodedConversation:
+    """An encoded conversation, and how the next message is generated."""
 
     model: ServedModel
     token_ids: list[int]
@@ -90,12 +96,20 @@ class ChatRequest:
     has_reasoning: bool
     """Whether the output begins with reasoning."""
 
+    def to_prompt(self) -> PromptRequest:
+        """Return the prompt for the engine."""
+        return PromptRequest(self.token_ids, self.params, adapter=self.model.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A valid request."""
+
+    conversation: EncodedConversation
+    options: RequestOptions
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 
-    stream: bool
-    include_usage: bool
-    interval: int
     returns_token_ids: bool
 
 
@@ -108,11 +122,9 @@ async def create_chat_completion(
         ApiError: the request is invalid or cannot be processed.
     """
     request = await parse_chat_request(state, context.body)
-    state.check_capacity(request.params.n, len(request.token_ids))
     response = _ChatResponse(request, state)
-    if request.stream:
-        return response.stream(context.request_id)
-    return await response.complete(context.request_id)
+    prompts = [request.conversation.to_prompt()]
+    return await respond(response, state, context, prompts, stream=request.options.stream)
 
 
 async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> ChatRequest:
@@ -121,15 +133,29 @@ async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> Cha
     Raises:
         ApiError: it is invalid.
     """
-    model = state.find_model(body.get("model"))
-    check_unsupported(body, UNSUPPORTED, "/v1/chat/completions")
-    count_unknown(body, FIELDS, state)
-    stream, include_usage = read_stream_options(body)
-    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    options = read_options(
+        body, state, endpoint="/v1/chat/completions", known=FIELDS, unsupported=UNSUPPORTED
+    )
     logprobs, top_logprobs = read_bool(body, "logprobs"), body.get("top_logprobs")
     if top_logprobs is not None and not logprobs:
         raise invalid("top_logprobs needs logprobs=true. Remove it, or set both.", "top_logprobs")
     num_top = (0 if top_logprobs is None else top_logprobs) if logprobs else None
+    return ChatRequest(
+        await read_conversation(body, options.model, state, num_top=num_top),
+        options,
+        num_top,
+        read_bool(body, "return_prompt_tokens"),
+    )
+
+
+async def read_conversation(
+    body: Mapping[str, Any], model: ServedModel, state: ServerState, *, num_top: int | None
+) -> EncodedConversation:
+    """Return the conversation of a chat request; `num_top`: see `ChatRequest.top_logprobs`.
+
+    Raises:
+        ApiError: it is invalid.
+    """
     params = read_params(body, model, state, logprobs=(num_top, "top_logprobs"))
     output = read_output_format(body, model, state)
     messages = read_messages(body.get("messages"))
@@ -139,18 +165,8 @@ async def parse_chat_request(state: ServerState, body: Mapping[str, Any]) -> Cha
     has_reasoning = output.reasoning_parser is not None and begins_with_reasoning(prompt.text)
     params = output.add_structure(params, has_reasoning=has_reasoning)
     params = fit_context(params, len(prompt.token_ids), model, body, prompt_field="messages")
-    return ChatRequest(
-        model,
-        prompt.token_ids,
-        end_with_turn(params, model, output),
-        output,
-        has_reasoning,
-        num_top,
-        stream,
-        include_usage,
-        interval or 1,
-        read_bool(body, "return_prompt_tokens"),
-    )
+    params = end_with_turn(params, model, output)
+    return EncodedConversation(model, prompt.token_ids, params, output, has_reasoning)
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:  # JSON
@@ -186,7 +202,7 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:  # JSON
         content = ""
     if not isinstance(content, str):
         raise invalid(
-            f"{name}.content={content!r:.60} must be a text, or a list of parts such as "
+            f"{name}.content={content!r:.60} must be a string, or a list of parts such as "
             '{"type": "text", "text": "Hello"}.',
             "messages",
         )
@@ -220,7 +236,7 @@ def _read_tool_calls(value: Any, name: str) -> list[dict[str, Any]]:  # JSON
         if not isinstance(arguments, dict):
             raise invalid(
                 f"{name}[{index}].function.arguments={function['arguments']!r:.80} must be a JSON "
-                f"object as text. Use {example}.",
+                f"object as a string. Use {example}.",
                 "messages",
             )
         calls.append({**call, "function": {**function, "arguments": arguments}})
@@ -313,14 +329,15 @@ def end_with_turn(
         raise invalid(str(error), "stop") from None
 
 
-class _ChoiceParser:
+class ChoiceParser:
     """Parses the outputs of one choice."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        self._parser = request.output.build_parser(
-            has_reasoning=request.has_reasoning, hides_markers=request.params.skip_special_tokens
+    def __init__(self, conversation: EncodedConversation) -> None:
+        output, params = conversation.output, conversation.params
+        self._parser = output.build_parser(
+            has_reasoning=conversation.has_reasoning, hides_markers=params.skip_special_tokens
         )
-        self._is_named = request.output.tool_choice == "named"
+        self._is_named = output.tool_choice == "named"
         self.num_tool_calls = 0
 
     def parse(self, delta: ChoiceDelta) -> ParsedText:
@@ -335,7 +352,8 @@ class _ChoiceParser:
         return parsed
 
 
-def _tool_call_json(call: ToolCall) -> dict[str, Any]:
+def tool_call_json(call: ToolCall) -> dict[str, Any]:
+    """Return a call in the format of the API, with a new id."""
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
@@ -347,31 +365,36 @@ class _ChatResponse:
     """The response to one request."""
 
     def __init__(self, request: ChatRequest, state: ServerState) -> None:
-        self._request, self._state = request, state
-        self._parsers = [_ChoiceParser(request) for _ in range(request.params.n)]
+        self._request, self._conversation, self._state = request, request.conversation, state
+        self._parsers = [ChoiceParser(request.conversation) for _ in range(self._num_choices)]
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "object": "chat.completion.chunk" if request.options.stream else "chat.completion",
             "created": int(time.time()),
-            "model": request.model.name,
+            "model": request.conversation.model.name,
             "system_fingerprint": None,
         }
 
     async def complete(self, uid: str) -> dict[str, Any]:
         """Return the response when all choices are finished."""
         async with self._generate(uid) as generation:
-            usage = Usage(generation, len(self._request.token_ids))
-            choices = []
-            for (_, index), delta in (await collect_choices(generation)).items():
+            usage = Usage(generation, len(self._conversation.token_ids))
+            batch = await collect_choices(generation)
+            for delta in batch.values():
                 usage.add(delta)
-                choices.append(self._choice(index, delta))
+
+            def build() -> list[dict[str, Any]]:
+                return [self._choice(index, delta) for (_, index), delta in batch.items()]
+
+            num_positions = sum(len(delta.logprobs) for delta in batch.values())
+            choices = await run_if_large(build, num_positions)
             return self._head | {"choices": choices, "usage": usage.to_json()}
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream."""
         async with self._generate(uid) as generation:
-            usage = Usage(generation, len(self._request.token_ids))
-            deltas = iterate_deltas(generation, interval=self._request.interval)
+            usage = Usage(generation, len(self._conversation.token_ids))
+            deltas = iterate_deltas(generation, interval=self._request.options.interval)
             events, sent = self._first_events(), time.monotonic()
             async with aclosing(deltas):
                 async for batch in deltas:
@@ -382,18 +405,17 @@ class _ChatResponse:
                     if events or not batch or time.monotonic() - sent > PING_SECONDS:
                         yield b"".join(events) or PING
                         events, sent = [], time.monotonic()
-            if self._request.include_usage:
+            if self._request.options.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
 
-    @asynccontextmanager
-    async def _generate(self, uid: str) -> AsyncIterator[Generation]:
-        request = PromptRequest(
-            self._request.token_ids, self._request.params, adapter=self._request.model.adapter
-        )
-        with name_structured_output(self._request.output.field_names):
-            async with self._state.client.generate([request], uid=uid) as generation:
-                yield generation
+    @property
+    def _num_choices(self) -> int:
+        return self._conversation.params.n
+
+    def _generate(self, uid: str) -> AbstractAsyncContextManager[Generation]:
+        prompts = [self._conversation.to_prompt()]
+        return generate(self._state, prompts, uid, self._conversation.output.field_names)
 
     def _choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         parsed = self._parsers[index].parse(delta)
@@ -404,8 +426,8 @@ class _ChatResponse:
         }
         if parsed.tool_calls:
             message["content"] = parsed.content or None
-            message["tool_calls"] = [_tool_call_json(call) for call in parsed.tool_calls]
-        if self._request.has_reasoning:
+            message["tool_calls"] = [tool_call_json(call) for call in parsed.tool_calls]
+        if self._conversation.has_reasoning:
             message["reasoning_content"] = parsed.reasoning or None
         choice = {
             "index": index,
@@ -416,13 +438,13 @@ class _ChatResponse:
         }
         if self._request.returns_token_ids:
             choice["generation_token_ids"] = delta.token_ids
-            choice["prompt_token_ids"] = self._request.token_ids
+            choice["prompt_token_ids"] = self._conversation.token_ids
         return choice
 
     def _first_events(self) -> list[bytes]:
         """Return the events with the role of each choice."""
         delta = {"role": "assistant", "content": ""}
-        return [self._event(index, delta) for index in range(self._request.params.n)]
+        return [self._event(index, delta) for index in range(self._num_choices)]
 
     def _events(self, index: int, delta: ChoiceDelta) -> list[bytes]:
         """Return the events of consecutive outputs: their parts, and the end of the choice."""
@@ -435,7 +457,7 @@ class _ChatResponse:
             parts["reasoning_content"] = parsed.reasoning
         if parsed.tool_calls:
             parts["tool_calls"] = [
-                {"index": number, **_tool_call_json(call)}
+                {"index": number, **tool_call_json(call)}
                 for number, call in enumerate(parsed.tool_calls, first_call)
             ]
         if parsed.content or (delta.logprobs and not parts):
@@ -462,7 +484,7 @@ class _ChatResponse:
         }
         if end is not None:
             choice["stop_reason"] = end.stop_reason
-        extra = {"usage": None} if self._request.include_usage else {}
+        extra = {"usage": None} if self._request.options.include_usage else {}
         return event(self._head | {"choices": [choice]} | extra)
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:

@@ -1,12 +1,20 @@
 """Outputs of a generation as the choices of a response, complete or as deltas of a stream."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from megalith.serve.client import Generation
+from megalith.serve.client import Generation, PromptRequest
+from megalith.serve.errors import name_structured_output
 from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sse import PING_SECONDS
+from megalith.serve.state import RequestContext, ServerState
+
+T = TypeVar("T")
+MIN_BUILT_IN_THREAD_POSITIONS = 256
+"""Positions with log-probs of a response that is built on another thread (heuristic: 2 ms)."""
 
 
 @dataclass(slots=True)
@@ -75,6 +83,62 @@ class Usage:
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+class GeneratedResponse(Protocol):
+    """The response to a request that generates text."""
+
+    async def complete(self, uid: str) -> dict[str, Any]:
+        """Return the response when all choices are finished."""
+
+    def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream."""
+
+
+async def respond(
+    response: GeneratedResponse,
+    state: ServerState,
+    context: RequestContext,
+    prompts: Sequence[PromptRequest],
+    *,
+    stream: bool,
+) -> dict[str, Any] | AsyncGenerator[bytes, None]:
+    """Return the response to a request with these prompts, or the events of its stream.
+
+    Raises:
+        ApiError: the queue is full, or the request cannot be processed.
+    """
+    num_sequences = sum(prompt.params.n for prompt in prompts)
+    state.check_capacity(num_sequences, sum(len(prompt.token_ids) for prompt in prompts))
+    if stream:
+        return response.stream(context.request_id)
+    return await response.complete(context.request_id)
+
+
+@asynccontextmanager
+async def generate(
+    state: ServerState,
+    prompts: Sequence[PromptRequest],
+    uid: str,
+    names: Mapping[str, str] | None = None,
+) -> AsyncIterator[Generation]:
+    """Generate from prompts; the generation is aborted at the end of the context. `names`: of
+    fields in errors about structured output.
+
+    Raises:
+        ApiError: a request is invalid or failed.
+    """
+    with name_structured_output(names or {}):
+        async with state.client.generate(prompts, uid=uid) as generation:
+            yield generation
+
+
+async def run_if_large(build: Callable[[], T], num_positions: int) -> T:
+    """Return the result of a function that builds log-probs of a number of positions; on another
+    thread if they are many, so that other streams continue."""
+    if num_positions < MIN_BUILT_IN_THREAD_POSITIONS:
+        return build()
+    return await asyncio.to_thread(build)
 
 
 async def collect_choices(generation: Generation) -> dict[ChoiceKey, ChoiceDelta]:

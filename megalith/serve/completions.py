@@ -3,29 +3,36 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.config.generation import SamplingParams
 from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
 from megalith.errors import DataError
-from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
+from megalith.serve.choices import (
+    ChoiceDelta,
+    ChoiceKey,
+    Usage,
+    collect_choices,
+    generate,
+    iterate_deltas,
+    respond,
+    run_if_large,
+)
 from megalith.serve.client import Generation, PromptRequest
-from megalith.serve.errors import ApiError, invalid, name_structured_output
+from megalith.serve.errors import ApiError, invalid
 from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import Logprobs
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
-    check_unsupported,
-    count_unknown,
+    RequestOptions,
     fit_context,
     max_tokens_name,
     read_bool,
-    read_int,
+    read_options,
     read_params,
-    read_stream_options,
 )
 from megalith.serve.sse import DONE, PING, event
 from megalith.serve.state import RequestContext, ServerState
@@ -50,17 +57,12 @@ class EncodedPrompt:
 class CompletionRequest:
     """A valid request with encoded prompts."""
 
-    model: ServedModel
+    options: RequestOptions
     prompts: list[EncodedPrompt]
     params: list[SamplingParams]
     """Of each prompt."""
 
     echo: bool
-    stream: bool
-    include_usage: bool
-    interval: int
-    """Tokens between two chunks of a choice."""
-
     returns_token_ids: bool
 
     @property
@@ -73,6 +75,13 @@ class CompletionRequest:
         """Number of choices of each prompt."""
         return self.params[0].n
 
+    def to_prompts(self) -> list[PromptRequest]:
+        """Return the prompts for the engine."""
+        return [
+            PromptRequest(prompt.token_ids, params, adapter=self.options.model.adapter)
+            for prompt, params in zip(self.prompts, self.params, strict=True)
+        ]
+
 
 async def create_completion(
     state: ServerState, context: RequestContext
@@ -83,11 +92,10 @@ async def create_completion(
         ApiError: the request is invalid or cannot be processed.
     """
     request = await parse_completion_request(state, context.body)
-    state.check_capacity(len(request.prompts) * request.num_choices, request.num_prompt_tokens)
     response = _CompletionResponse(request, state)
-    if request.stream:
-        return response.stream(context.request_id)
-    return await response.complete(context.request_id)
+    return await respond(
+        response, state, context, request.to_prompts(), stream=request.options.stream
+    )
 
 
 async def parse_completion_request(
@@ -98,14 +106,13 @@ async def parse_completion_request(
     Raises:
         ApiError: it is invalid.
     """
-    model = state.find_model(body.get("model"))
-    check_unsupported(body, {"suffix": (None, "")}, "/v1/completions")
+    options = read_options(
+        body, state, endpoint="/v1/completions", known=FIELDS, unsupported={"suffix": (None, "")}
+    )
+    model = options.model
     n = body.get("n") or 1
     if body.get("best_of") not in (None, n):
         raise invalid(f"best_of={body['best_of']!r:.60} must be n={n!r:.60}. Remove it.", "best_of")
-    count_unknown(body, FIELDS, state)
-    stream, include_usage = read_stream_options(body)
-    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
     echo, logprobs = read_bool(body, "echo"), body.get("logprobs")
     params = read_params(
         body,
@@ -119,16 +126,13 @@ async def parse_completion_request(
         params = replace(params, max_new_tokens=limit)
     prompts = await encode_prompts(body.get("prompt"), model)
     return CompletionRequest(
-        model,
+        options,
         prompts,
         [
             fit_context(params, len(prompt.token_ids), model, body, prompt_field="prompt")
             for prompt in prompts
         ],
         echo,
-        stream,
-        include_usage,
-        interval or 1,
         read_bool(body, "return_prompt_tokens"),
     )
 
@@ -145,7 +149,7 @@ async def encode_prompts(
         ApiError: they are invalid.
     """
     if value is None:
-        raise invalid(f'{name} is missing. Use a text, such as "Hello".', name)
+        raise invalid(f'{name} is missing. Use a string, such as "Hello".', name)
     is_batch = isinstance(value, list) and (not value or isinstance(value[0], str | list))
     items = value if is_batch else [value]
     if not items:
@@ -154,23 +158,24 @@ async def encode_prompts(
     for index, item in enumerate(items):
         where = f"{name}[{index}]" if is_batch else name
         if isinstance(item, str):
-            prompts.append(EncodedPrompt(await encode_text(item, model.tokenizer, where), item))
+            prompts.append(EncodedPrompt(await encode_text(item, model, where), item))
         else:
             check_token_ids(item, model, where)
             prompts.append(EncodedPrompt(item, None))
     return prompts
 
 
-async def encode_text(text: str, tokenizer: Tokenizer, name: str) -> list[int]:
+async def encode_text(text: str, model: ServedModel, name: str) -> list[int]:
     """Return the token ids of a text, tokenized on another thread if it is long.
 
     Raises:
-        ApiError: it cannot be encoded.
+        ApiError: it cannot be encoded, or is longer than any text that fits the context.
     """
+    model.check_length(text, name)
     try:
         if len(text) < MIN_ENCODED_IN_THREAD_CHARACTERS:
-            return encode_prompt(text, tokenizer)
-        return await asyncio.to_thread(encode_prompt, text, tokenizer)
+            return encode_prompt(text, model.tokenizer)
+        return await asyncio.to_thread(encode_prompt, text, model.tokenizer)
     except DataError as error:
         raise invalid(f"{name}: {error}", name.partition("[")[0]) from None
 
@@ -185,7 +190,8 @@ def check_token_ids(value: Any, model: ServedModel, name: str) -> None:  # JSON
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         kind = "a list with other values than ids" if isinstance(value, list) else repr(value)[:60]
         raise invalid(
-            f"{name} is {kind}, but must be a text or a list of token ids, such as [17, 4].", param
+            f"{name} is {kind}, but must be a string or a list of token ids, such as [17, 4].",
+            param,
         )
     if not value:
         raise invalid(f"{name} has 0 tokens. Use at least one.", param)
@@ -207,52 +213,57 @@ class _CompletionResponse:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": request.model.name,
+            "model": request.options.model.name,
             "system_fingerprint": None,
         }
         self._echoes = [
-            _echo_text(prompt, request.model.tokenizer) if request.echo else ""
+            _echo_text(prompt, request.options.model.tokenizer) if request.echo else ""
             for prompt in request.prompts
         ]
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
 
     async def complete(self, uid: str) -> dict[str, Any]:
         """Return the response when all choices are finished."""
-        async with self._generate(uid) as generation:
+        async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
-            choices = []
-            for key, delta in (await collect_choices(generation)).items():
+            batch = list((await collect_choices(generation)).items())
+            for _, delta in batch:
                 usage.add(delta)
-                choices.append(self._choice(key, delta, generation))
+            choices = await self._build_choices(batch, generation)
             return self._head | {"choices": choices, "usage": usage.to_json()}
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream."""
-        extra = {"usage": None} if self._request.include_usage else {}
-        async with self._generate(uid) as generation:
+        extra = {"usage": None} if self._request.options.include_usage else {}
+        async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
-            deltas = iterate_deltas(generation, interval=self._request.interval)
+            deltas = iterate_deltas(generation, interval=self._request.options.interval)
             async with aclosing(deltas):
                 async for batch in deltas:
-                    events = []
-                    for key, delta in batch:
+                    for _, delta in batch:
                         usage.add(delta)
-                        choice = self._choice(key, delta, generation)
-                        events.append(event(self._head | {"choices": [choice]} | extra))
+                    choices = await self._build_choices(batch, generation)
+                    events = (event(self._head | {"choices": [one]} | extra) for one in choices)
                     yield b"".join(events) or PING
-            if self._request.include_usage:
+            if self._request.options.include_usage:
                 yield event(self._head | {"choices": [], "usage": usage.to_json()})
             yield DONE
 
-    @asynccontextmanager
-    async def _generate(self, uid: str) -> AsyncIterator[Generation]:
-        requests = [
-            PromptRequest(prompt.token_ids, params, adapter=self._request.model.adapter)
-            for prompt, params in zip(self._request.prompts, self._request.params, strict=True)
-        ]
-        with name_structured_output({}):
-            async with self._state.client.generate(requests, uid=uid) as generation:
-                yield generation
+    async def _build_choices(
+        self, batch: Sequence[tuple[ChoiceKey, ChoiceDelta]], generation: Generation
+    ) -> list[dict[str, Any]]:
+        """Return the JSON of choices, built on another thread if they have many log-probs."""
+        num_positions = sum(len(delta.logprobs) for _, delta in batch)
+        if self._request.echo and self._request.params[0].logprobs is not None:
+            new = [
+                prompt for (prompt, choice), _ in batch if (prompt, choice) not in self._logprobs
+            ]
+            num_positions += sum(len(self._request.prompts[prompt].token_ids) for prompt in new)
+
+        def build() -> list[dict[str, Any]]:
+            return [self._choice(key, delta, generation) for key, delta in batch]
+
+        return await run_if_large(build, num_positions)
 
     def _choice(
         self, key: tuple[int, int], delta: ChoiceDelta, generation: Generation
@@ -264,7 +275,7 @@ class _CompletionResponse:
         if is_first:
             # Without an echo the offsets count from the start of the output.
             self._logprobs[key] = CompletionLogprobs(
-                self._state.token_texts(), request.model.tokenizer
+                self._state.token_texts(), request.options.model.tokenizer
             )
         result: dict[str, Any] = {
             "index": prompt * request.num_choices + choice,

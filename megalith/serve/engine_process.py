@@ -112,6 +112,8 @@ def load_engine(
             _logger.warning("%s: %s", source.path, warning)
     warm_up(generator, run.engine)
     engine = build_engine(generator, run.engine, callbacks=callbacks)
+    if engine.grammars is not None:  # all ranks need it in the step of the first grammar
+        engine.grammars.prepare()
     return engine, describe_model(source, generator.tokenizer, engine, settings.template)
 
 
@@ -158,12 +160,24 @@ def describe_model(
         turn_end_ids=sorted(turn_end[0]),
         turn_end_texts=list(turn_end[1]),
         max_model_len=engine.max_model_len,
+        max_prompt_characters=count_prompt_characters(tokenizer, engine.max_model_len),
         vocab_size=engine.model_config.vocab_size,
         hidden_size=engine.model_config.hidden_size,
         max_num_seqs=engine.config.max_num_seqs,
         generation_defaults=read_generation_defaults(source),
         adapters={} if engine.runner.adapters is None else engine.runner.adapters.paths,
     )
+
+
+def count_prompt_characters(tokenizer: Tokenizer, max_model_len: int) -> int | None:
+    """Return the number of characters that the context can hold, if each token is the longest one;
+    None: the bytes of the tokens are not known."""
+    try:
+        texts = tokenizer.token_bytes()
+    except DataError:
+        return None
+    sizes = [len(text) for text in (*texts, *tokenizer.specials) if text is not None]
+    return max_model_len * max(sizes, default=1)
 
 
 def read_generation_defaults(source: Pretrained) -> dict[str, Any]:

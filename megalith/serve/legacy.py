@@ -77,7 +77,7 @@ def _read_prompts(body: Mapping[str, Any]) -> list[str]:
         or not all(isinstance(text, str) for text in prompts)
     ):
         raise invalid(
-            f"prompts={prompts!r:.60} must be a list of 1 to {MAX_PROMPTS} texts, such as "
+            f"prompts={prompts!r:.60} must be a list of 1 to {MAX_PROMPTS} strings, such as "
             '["Hello"].',
             "prompts",
         )
@@ -124,7 +124,7 @@ def _read_params(body: Mapping[str, Any], model: ServedModel, state: ServerState
 async def _encode(
     text: str, body: Mapping[str, Any], params: SamplingParams, model: ServedModel
 ) -> PromptRequest:
-    ids = await encode_text(text, model.tokenizer, "prompts")
+    ids = await encode_text(text, model, "prompts")
     if read_bool(body, "add_BOS"):
         bos = model.tokenizer.bos
         if bos is None:

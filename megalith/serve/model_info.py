@@ -12,6 +12,7 @@ from megalith.config.tree import from_dict
 from megalith.data.chat_template import ChatTemplate, Message
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError
+from megalith.serve.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,9 @@ class ModelInfo:
     """What ends an assistant turn: token ids, or texts if the tokenizer has no token for them."""
 
     max_model_len: int
+    max_prompt_characters: int | None
+    """Longer prompts cannot fit the context; None: not known."""
+
     vocab_size: int
     hidden_size: int
     max_num_seqs: int
@@ -85,6 +89,7 @@ class ServedModel:
         OpenAI API.
 
         Raises:
+            ApiError: it is too long.
             DataError: there is no chat template, or it rejects the messages.
         """
         if self.template is None:
@@ -96,7 +101,25 @@ class ServedModel:
             text = self.template.render(
                 messages, tools=tools or None, prompt=add_generation_prompt, variables=variables
             )
+        self.check_length(text, "messages")
         return RenderedPrompt(text, self.tokenizer.encode_marked(text))
+
+    def check_length(self, text: str, name: str) -> None:
+        """Check before a text is tokenized that the context may hold it; `name`: its field.
+
+        Raises:
+            ApiError: it cannot.
+        """
+        limit = self.info.max_prompt_characters
+        if limit is not None and len(text) > limit:
+            raise ApiError(
+                400,
+                f"{name} has {len(text)} characters, but the context of the model is "
+                f"{self.info.max_model_len} tokens, which have at most {limit} characters. Use a "
+                "shorter one.",
+                name.partition("[")[0],
+                "context_length_exceeded",
+            )
 
 
 def build_served_model(name: str | None, info: ModelInfo) -> ServedModel:

@@ -3,37 +3,44 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
-from megalith.config.generation import SamplingParams
-from megalith.serve.chat import end_with_turn, read_messages, render_messages
-from megalith.serve.choices import ChoiceDelta, Usage, collect_choices, iterate_deltas
-from megalith.serve.client import PromptRequest
+from megalith.serve.chat import ChoiceParser, EncodedConversation, read_conversation
+from megalith.serve.choices import (
+    ChoiceDelta,
+    Usage,
+    collect_choices,
+    generate,
+    iterate_deltas,
+    respond,
+    run_if_large,
+)
+from megalith.serve.client import Generation
 from megalith.serve.errors import ApiError, invalid, rename_fields
-from megalith.serve.model_info import ServedModel
+from megalith.serve.response_input import (
+    ENDPOINT,
+    convert_format,
+    convert_tool_choice,
+    convert_tools,
+    read_input,
+)
+from megalith.serve.response_items import ResponseItems
 from megalith.serve.sampling_fields import (
     SAMPLING_FIELDS,
+    RequestOptions,
     check_unsupported,
-    count_unknown,
-    fit_context,
-    read_int,
-    read_params,
-    read_stream_options,
+    read_bool,
+    read_options,
 )
-from megalith.serve.sse import PING, named_event
+from megalith.serve.sse import PING, PING_SECONDS
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.token_text import chat_logprobs
-from megalith.serve.tools import OutputFormat
 
-ENDPOINT = "/v1/responses"
-ROLES = ("user", "assistant", "system", "developer")
-PARTS = ("input_text", "output_text")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
-"""Values of `include`; the second changes nothing, because there is no reasoning."""
+"""Values of `include`; the second changes nothing, because reasoning is returned as text."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -42,10 +49,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "background": (None, False),
     "store": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
+    "max_tool_calls": (None,),
     "truncation": (None, "disabled"),
-    "text.format": (None, {"type": "text"}),
     "text.verbosity": (None, "medium"),
     "reasoning.effort": (None, "none"),
 }
@@ -63,13 +68,14 @@ FIELDS = frozenset(
         "top_logprobs",
         "text",
         "reasoning",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
         "stream",
         "stream_options",
         "streaming_interval",
         "truncate_to_fit",
         "chat_template_kwargs",
-        "parallel_tool_calls",
-        "max_tool_calls",
         "metadata",
         "user",
         "service_tier",
@@ -78,22 +84,25 @@ FIELDS = frozenset(
         "prompt_cache_retention",
     )
 )
-CHAT_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
-"""Names of fields by their name in chat requests."""
+CHAT_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    r"response_format\.json_schema": "text.format",
+    "response_format": "text.format",
+    r"(tools\[\d+\]|tool_choice)\.function": r"\1",
+}
+"""Names of fields by their name in chat requests (regular expressions)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A valid request with its encoded conversation."""
+    """A valid request."""
 
-    model: ServedModel
-    token_ids: list[int]
-    params: SamplingParams
+    conversation: EncodedConversation
+    options: RequestOptions
     top_logprobs: int | None
     """Most likely tokens at each position; None: no log-probs."""
 
-    stream: bool
-    interval: int
     echoed: dict[str, Any]
     """Fields that the response repeats."""
 
@@ -107,11 +116,9 @@ async def create_response(
         ApiError: the request is invalid or cannot be processed.
     """
     request = await parse_responses_request(state, context.body)
-    state.check_capacity(1, len(request.token_ids))
     response = _Response(request, state)
-    if request.stream:
-        return response.stream(context.request_id)
-    return await response.complete(context.request_id)
+    prompts = [request.conversation.to_prompt()]
+    return await respond(response, state, context, prompts, stream=request.options.stream)
 
 
 async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -> ResponsesRequest:
@@ -120,36 +127,38 @@ async def parse_responses_request(state: ServerState, body: Mapping[str, Any]) -
     Raises:
         ApiError: it is invalid.
     """
-    model = state.find_model(body.get("model"))
-    nested = {
-        f"{name}.{key}": value
-        for name in ("text", "reasoning")
-        for key, value in _read_object(body, name).items()
-    }
-    check_unsupported({**body, **nested}, UNSUPPORTED, ENDPOINT)
-    count_unknown(body, FIELDS, state)
-    stream, _ = read_stream_options(body)
-    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    text = _read_object(body, "text")
+    nested = {f"text.{key}": value for key, value in text.items()}
+    nested |= {f"reasoning.{key}": value for key, value in _read_object(body, "reasoning").items()}
+    check_unsupported(nested, UNSUPPORTED, ENDPOINT)
+    options = read_options(body, state, endpoint=ENDPOINT, known=FIELDS, unsupported=UNSUPPORTED)
     num_top = _read_top_logprobs(body)
-    fields = {**body, "max_tokens": body.get("max_output_tokens"), "max_completion_tokens": None}
     with rename_fields(CHAT_NAMES):
-        params = read_params(fields, model, state, logprobs=(num_top, "top_logprobs"))
-        messages = read_messages(read_input(body))
-        prompt = await render_messages(model, messages, body, add_generation_prompt=True, tools=())
-        token_ids = prompt.token_ids
-        params = fit_context(params, len(token_ids), model, fields, prompt_field="input")
+        chat = {
+            **body,
+            "max_tokens": body.get("max_output_tokens"),
+            "max_completion_tokens": None,
+            "messages": read_input(body),
+            "tools": convert_tools(body.get("tools")),
+            "tool_choice": convert_tool_choice(body.get("tool_choice")),
+            "response_format": convert_format(text.get("format")),
+        }
+        conversation = await read_conversation(chat, options.model, state, num_top=num_top)
+    params = conversation.params
+    parallel = body.get("parallel_tool_calls") is None or read_bool(body, "parallel_tool_calls")
     return ResponsesRequest(
-        model,
-        token_ids,
-        end_with_turn(params, model, OutputFormat()),
+        conversation,
+        options,
         num_top,
-        stream,
-        interval or 1,
         {
             "instructions": body.get("instructions"),
             "max_output_tokens": body.get("max_output_tokens"),
             "metadata": _read_object(body, "metadata"),
+            "parallel_tool_calls": parallel,
             "temperature": params.temperature,
+            "text": {"format": text.get("format") or {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
             "top_p": params.top_p or 1.0,
             "top_logprobs": num_top or 0,
             "user": body.get("user"),
@@ -178,169 +187,90 @@ def _read_top_logprobs(body: Mapping[str, Any]) -> int | None:
     return None
 
 
-def read_input(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the instructions and the input of a request as messages of a chat request.
-
-    Raises:
-        ApiError: they are invalid.
-    """
-    value, instructions = body.get("input"), body.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise invalid(f"instructions={instructions!r:.60} must be a text.", "instructions")
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
-    if isinstance(value, str):
-        return [*messages, {"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        what = " is missing" if value is None else f"={value!r:.60} must be a text or a list"
-        raise invalid(f'input{what}. Use "Hello".', "input")
-    items = [_read_item(item, f"input[{index}]") for index, item in enumerate(value)]
-    return messages + items
-
-
-def _read_item(item: Any, name: str) -> dict[str, Any]:  # JSON
-    example = '{"role": "user", "content": "Hello"}'
-    if not isinstance(item, dict):
-        raise invalid(f"{name}={item!r:.60} must be an object. Use {example}.", "input")
-    kind, role, content = item.get("type", "message"), item.get("role"), item.get("content")
-    if kind != "message":
-        raise invalid(f"{name}.type={kind!r:.60} is not supported. Use {example}.", "input")
-    if role not in ROLES:
-        raise invalid(
-            f"{name}.role={role!r:.60} must be one of {', '.join(ROLES)}. Use user.", "input"
-        )
-    if isinstance(content, list):
-        content = "".join(
-            _read_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)
-        )
-    if not isinstance(content, str):
-        raise invalid(
-            f"{name}.content={content!r:.60} must be a text or a list of parts. Use {example}.",
-            "input",
-        )
-    return {"role": role, "content": content}
-
-
-def _read_part(part: Any, name: str) -> str:  # JSON
-    if isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise invalid(
-        f"{name}.type={kind!r:.60} is not supported by this model. Use "
-        '{"type": "input_text", "text": "Hello"}.',
-        "input",
-    )
-
-
 class _Response:
-    """The response to one request: one message with one text."""
+    """The response to one request."""
 
     def __init__(self, request: ResponsesRequest, state: ServerState) -> None:
         self._request, self._state = request, state
-        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._created_at = int(time.time())
-        self._sequence_numbers = count()
-        self._output = ChoiceDelta()
-        """What was generated so far."""
+        self._id, self._created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._parser = ChoiceParser(request.conversation)
+        self._items = ResponseItems()
+        self._finish_reason: str | None = None
 
     async def complete(self, uid: str) -> dict[str, Any]:
         """Return the response when it is finished."""
         async with self._generate(uid) as generation:
-            usage = Usage(generation, len(self._request.token_ids))
-            (self._output,) = (await collect_choices(generation)).values()
-            usage.add(self._output)
-            return self._finished(usage)
+            usage = self._count_usage(generation)
+            (output,) = (await collect_choices(generation)).values()
+            usage.add(output)
+            await run_if_large(lambda: self._add(output), len(output.logprobs))
+            return self._finish(usage)
 
     async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream."""
-        is_first = True
+        is_first, sent = True, time.monotonic()
         try:
             async with self._generate(uid) as generation:
-                usage = Usage(generation, len(self._request.token_ids))
-                deltas = iterate_deltas(generation, interval=self._request.interval)
+                usage = self._count_usage(generation)
+                deltas = iterate_deltas(generation, interval=self._request.options.interval)
                 async with aclosing(deltas):
                     async for batch in deltas:
-                        events = self._first_events() if is_first else []
+                        if is_first:
+                            response = self._response("in_progress")
+                            self._items.add_event("response.created", response=response)
+                            self._items.add_event("response.in_progress", response=response)
                         is_first = False
                         for _, delta in batch:
                             usage.add(delta)
-                            self._output.extend(delta)
-                            events += self._delta_events(delta)
-                        yield b"".join(events) or PING
-                yield b"".join(self._last_events(usage))
+                            self._add(delta)
+                        events = self._items.take_events()
+                        # a parser may withhold text for long
+                        if events or not batch or time.monotonic() - sent > PING_SECONDS:
+                            yield events or PING
+                            sent = time.monotonic()
+                response = self._finish(usage)
+                self._items.add_event(f"response.{response['status']}", response=response)
+                yield self._items.take_events()
         except ApiError as error:
             if is_first:
                 raise
             self._state.metrics.count_error(error.status)
-            failed = self._response("failed", [], error=error.message)
-            yield self._event("response.failed", response=failed)
+            failed = self._response("failed", error=error.message)
+            self._items.add_event("response.failed", response=failed)
+            yield self._items.take_events()
 
-    def _generate(self, uid: str) -> Any:  # the context manager of EngineClient.generate
-        request = PromptRequest(
-            self._request.token_ids, self._request.params, adapter=self._request.model.adapter
-        )
-        return self._state.client.generate([request], uid=uid)
+    def _generate(self, uid: str) -> AbstractAsyncContextManager[Generation]:
+        conversation = self._request.conversation
+        names = {  # the names in chat requests are renamed here, because the error is not raised
+            internal: name.replace("response_format.json_schema", "text.format")
+            for internal, name in conversation.output.field_names.items()
+        }
+        return generate(self._state, [conversation.to_prompt()], uid, names)
 
-    # --- events
+    def _count_usage(self, generation: Generation) -> Usage:
+        return Usage(generation, len(self._request.conversation.token_ids))
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        number = next(self._sequence_numbers)
-        return named_event(kind, {"type": kind, "sequence_number": number} | fields)
+    def _add(self, delta: ChoiceDelta) -> None:
+        """Add consecutive outputs to the items."""
+        logprobs = []
+        if self._request.top_logprobs is not None:
+            texts = self._state.token_texts()
+            num_top = self._request.top_logprobs
+            logprobs = chat_logprobs(texts, delta.logprobs, num_top=num_top)
+        self._items.add(self._parser.parse(delta), logprobs)
+        self._finish_reason = delta.finish_reason
 
-    def _part_event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the text."""
-        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def _first_events(self) -> list[bytes]:
-        response = self._response("in_progress", [])
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-            self._event(
-                "response.output_item.added", output_index=0, item=self._item("in_progress", [])
-            ),
-            self._part_event("response.content_part.added", part=self._part(ChoiceDelta())),
-        ]
-
-    def _delta_events(self, delta: ChoiceDelta) -> list[bytes]:
-        if not delta.text and not delta.logprobs:
-            return []
-        part = self._part(delta)
-        return [
-            self._part_event(
-                "response.output_text.delta", delta=part["text"], logprobs=part["logprobs"]
-            )
-        ]
-
-    def _last_events(self, usage: Usage) -> list[bytes]:
-        part, response = self._part(self._output), self._finished(usage)
-        return [
-            self._part_event(
-                "response.output_text.done", text=part["text"], logprobs=part["logprobs"]
-            ),
-            self._part_event("response.content_part.done", part=part),
-            self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-            self._event(f"response.{response['status']}", response=response),
-        ]
-
-    # --- objects
-
-    def _finished(self, usage: Usage) -> dict[str, Any]:
+    def _finish(self, usage: Usage) -> dict[str, Any]:
         """Return the response after the end of the generation."""
-        reason = self._output.finish_reason
-        status = "completed" if reason == "stop" else "incomplete"
-        item = self._item(status, [self._part(self._output)])
-        if reason == "abort":
-            return self._response("failed", [item], usage, error="the request was aborted.")
-        return self._response(status, [item], usage)
+        is_complete = self._finish_reason in ("stop", "tool_calls")
+        status = "completed" if is_complete else "incomplete"
+        self._items.close(status)
+        if self._finish_reason == "abort":
+            return self._response("failed", usage, error="the request was aborted.")
+        return self._response(status, usage)
 
     def _response(
-        self,
-        status: str,
-        output: list[dict[str, Any]],
-        usage: Usage | None = None,
-        *,
-        error: str | None = None,
+        self, status: str, usage: Usage | None = None, *, error: str | None = None
     ) -> dict[str, Any]:
         is_incomplete = status == "incomplete"
         return {
@@ -351,40 +281,14 @@ class _Response:
             "background": False,
             "error": None if error is None else {"code": "server_error", "message": error},
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
-            "model": self._request.model.name,
-            "output": output,
-            "parallel_tool_calls": True,
+            "model": self._request.conversation.model.name,
+            "output": list(self._items.finished),
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
             "truncation": "disabled",
             "usage": None if usage is None else _usage_json(usage),
         } | self._request.echoed
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    def _part(self, delta: ChoiceDelta) -> dict[str, Any]:
-        num_top = self._request.top_logprobs
-        logprobs = []
-        if num_top is not None:
-            texts = self._state.token_texts()
-            logprobs = chat_logprobs(texts, delta.logprobs, num_top=num_top)
-        return {
-            "type": "output_text",
-            "text": delta.text,
-            "annotations": [],
-            "logprobs": logprobs,
-        }
 
 
 def _usage_json(usage: Usage) -> dict[str, Any]:

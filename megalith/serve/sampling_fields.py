@@ -4,7 +4,7 @@ sent."""
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.errors import ConfigError
@@ -133,6 +133,38 @@ def read_stream_options(body: Mapping[str, Any]) -> tuple[bool, bool]:
     if not stream:
         raise invalid("stream_options needs stream=true. Remove it.", "stream_options")
     return stream, read_bool(options, "include_usage")
+
+
+class RequestOptions(NamedTuple):
+    """The model of a request that generates text, and how its response is sent."""
+
+    model: ServedModel
+    stream: bool
+    include_usage: bool
+    interval: int
+    """Tokens between two chunks of a choice."""
+
+
+def read_options(
+    body: Mapping[str, Any],
+    state: ServerState,
+    *,
+    endpoint: str,
+    known: Collection[str],
+    unsupported: Mapping[str, Sequence[Any]],
+) -> RequestOptions:
+    """Return the options of a request; `known`: fields of the endpoint; `unsupported`: those of
+    which only some values are supported.
+
+    Raises:
+        ApiError: the model is not served, or a field is invalid.
+    """
+    model = state.find_model(body.get("model"))
+    check_unsupported(body, unsupported, endpoint)
+    count_unknown(body, known, state)
+    stream, include_usage = read_stream_options(body)
+    interval = read_int(body, "streaming_interval", at_least=1, at_most=1024, default=1)
+    return RequestOptions(model, stream, include_usage, interval or 1)
 
 
 def max_tokens_name(body: Mapping[str, Any]) -> str:

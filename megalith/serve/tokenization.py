@@ -33,10 +33,10 @@ async def tokenize(state: ServerState, context: RequestContext) -> dict[str, Any
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
             raise invalid(
-                f"prompt={prompt!r:.60} must be a text. Use messages for a chat.", "prompt"
+                f"prompt={prompt!r:.60} must be a string. Use messages for a chat.", "prompt"
             )
         add = body.get("add_special_tokens") is None or read_bool(body, "add_special_tokens")
-        ids = await encode_text(prompt, model.tokenizer, "prompt")
+        ids = await encode_text(prompt, model, "prompt")
         bos = model.tokenizer.bos
         if not add and bos is not None and ids[:1] == [bos]:
             ids = ids[1:]

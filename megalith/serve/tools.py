@@ -234,8 +234,8 @@ def _enforced_parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return _parameters(tool) if tool["function"].get("strict") else {"type": "object"}
 
 
-def read_tools(value: Any) -> list[dict[str, Any]]:  # JSON
-    """Return the tools of a request.
+def read_tools(value: Any, *, example: str = EXAMPLE) -> list[dict[str, Any]]:  # JSON
+    """Return the tools of a request; `example`: in messages, a tool.
 
     Raises:
         ApiError: they are invalid.
@@ -243,7 +243,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:  # JSON
     if value is None:
         return []
     if not isinstance(value, list):
-        raise invalid(f"tools={value!r:.60} must be a list. Use [{EXAMPLE}].", "tools")
+        raise invalid(f"tools={value!r:.60} must be a list. Use [{example}].", "tools")
     if len(value) > MAX_TOOLS:
         raise invalid(
             f"tools has {len(value)} tools, but the limit is {MAX_TOOLS}. Use fewer.", "tools"
@@ -252,7 +252,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:  # JSON
     for index, tool in enumerate(value):
         problem = _tool_problem(tool, names)
         if problem is not None:
-            raise invalid(f"tools[{index}]{problem} Use {EXAMPLE}.", "tools")
+            raise invalid(f"tools[{index}]{problem} Use {example}.", "tools")
         names.add(tool["function"]["name"])
     return value
 

@@ -39,6 +39,9 @@ def test_help_lists_the_groups_of_settings(capsys: pytest.CaptureFixture[str]) -
     assert main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
     assert "\n  engine.cache " in text and "most common" not in text
+    words = " ".join(text.split())
+    assert "--port INT TCP port; 0 chooses a free one, which is printed. (default: 5000)" in words
+    assert "--nproc INT Number of processes" in words and "--drain-timeout-s FLOAT" in words
     assert main(["serve", "--help", "engine"]) == 0
     assert "--engine.cache.block_size INT" in capsys.readouterr().out
 

@@ -60,8 +60,8 @@ TYPES: dict[str, tuple[Any, str]] = {
         (1, True),
         "allowed_token_ids=(1, True) must be a list of token ids. Use [42].",
     ),
-    "bad_words": ((1,), 'bad_words=(1,) must be a list of texts. Use ["text"].'),
-    "stop": ("END", 'stop=END must be a list of texts. Use ["text"].'),
+    "bad_words": ((1,), 'bad_words=(1,) must be a list of strings. Use ["text"].'),
+    "stop": ("END", 'stop=END must be a list of strings. Use ["text"].'),
     "stop_token_ids": (5, "stop_token_ids=5 must be a list of token ids. Use [42]."),
     "ignore_eos": (1, "ignore_eos=1 must be true or false. Use false."),
     "include_stop_str_in_output": (
@@ -74,7 +74,7 @@ TYPES: dict[str, tuple[Any, str]] = {
     ),
     "visible_special_tokens": (
         "x",
-        'visible_special_tokens=x must be a list of texts. Use ["</think>"].',
+        'visible_special_tokens=x must be a list of strings. Use ["</think>"].',
     ),
     "seed": (1.0, "seed=1.0 must be an integer. Use 1234."),
     "logprobs": (True, "logprobs=True must be an integer. Use 5."),
@@ -87,7 +87,7 @@ TYPES: dict[str, tuple[Any, str]] = {
         "structured_outputs=('json',) must be an object with json, json_object, regex, choice or "
         'grammar. Use {"choice": ["yes", "no"]}.',
     ),
-    "cache_salt": (3, "cache_salt=3 must be a text. Use text."),
+    "cache_salt": (3, "cache_salt=3 must be a string. Use text."),
 }
 """A value of another type for every field, and the message."""
 

@@ -38,7 +38,7 @@ from megalith.infer.load import (
 from megalith.kernels import cpu_threads
 from megalith.kernels.activation import WeightedGatedFunction
 from megalith.kernels.grouped_linear import GroupedLinearFunction
-from megalith.kernels.linear_small_batch import EVERY_ROW, NO_ROWS, SmallBatchLimits
+from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS, SmallBatchLimits
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
 from megalith.models.decoder import Decoder, iter_parameter_specs
@@ -123,9 +123,9 @@ def test_generation_supports_reference_kernels(
 @pytest.mark.parametrize(
     ("kernels", "limits"),
     [
-        (KernelsConfig(small_batch_matmul="numba", attention="paged"), EVERY_ROW),
-        (KernelsConfig(small_batch_matmul="torch"), NO_ROWS),
-        (KernelsConfig(all="torch"), NO_ROWS),
+        (KernelsConfig(small_batch_matmul="numba", attention="paged"), ALL_ROW_COUNTS),
+        (KernelsConfig(small_batch_matmul="torch"), NO_ROW_COUNTS),
+        (KernelsConfig(all="torch"), NO_ROW_COUNTS),
         ("auto", SmallBatchLimits(fp32=3, bf16=2, int8=1)),
     ],
 )

@@ -177,6 +177,7 @@ HARMONY_CASES: list[tuple[str, str, str, list[ToolCall]]] = [
     (message(FUNCTION, "[1]", "call") + NEXT + message("final", "b"), "", "[1]\nb", []),
     ("<|channel|>" + "x" * MAX_HEADER_CHARACTERS, "", "x" * MAX_HEADER_CHARACTERS, []),
     ("<|channel|>" * 40, "", "", []),
+    (f"<|x {'y' * 300}<|end|>b", "", f"<|x {'y' * 300}\nb", []),
 ]
 CASES = [
     *[("hermes", *case) for case in HERMES_CASES],

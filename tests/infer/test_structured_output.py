@@ -14,7 +14,7 @@ import pytest
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams, sampling_problems
 from megalith.data.huggingface import HuggingFaceTokenizer
-from megalith.data.tokenizer import ByteTokenizer, StreamDecoder
+from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, StreamDecoder
 from megalith.errors import ConfigError, DataError
 from megalith.infer import structured_output
 from megalith.infer.engine import InferenceEngine
@@ -464,6 +464,26 @@ def test_error_in_a_schema_of_many_is_located_with_few_compilations(
 DEEP = '{"items": ' * 64 + '{"type": "null"}' + "}" * 64
 
 
+def test_tokens_are_prepared_once_before_the_first_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = structured_output._import_library()
+    vocabularies: list[Any] = []
+
+    def build(vocabulary: Any) -> Any:
+        vocabularies.append(vocabulary)
+        return library.LLTokenizer(vocabulary)
+
+    counting = SimpleNamespace(LLTokenizer=build, LLMatcher=library.LLMatcher)
+    monkeypatch.setattr(structured_output, "_import_library", lambda: counting)
+    compiler = GrammarCompiler(ByteTokenizer(), 257)
+    compiler.prepare()
+    assert len(vocabularies) == 1
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    assert len(vocabularies) == 1
+    GrammarCompiler(NullTokenizer(12), 12).prepare()  # its tokens have no text
+
+
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
@@ -471,13 +491,13 @@ DEEP = '{"items": ' * 64 + '{"type": "null"}' + "}" * 64
         ({"regex": "a", "choice": ["b"]}, "but has regex and choice. Use one."),
         ({"regex": "a" * 4097}, "structured_outputs.regex has 4097 bytes, but the limit is 4096."),
         ({"regex": ""}, "structured_outputs.regex is an empty text, which allows no output. Leave"),
-        ({"regex": 5}, "structured_outputs.regex=5 must be a text."),
+        ({"regex": 5}, "structured_outputs.regex=5 must be a string."),
         ({"json": {"enum": ["a" * 66000]}}, "json has 66014 bytes, but the limit is 65536. Use a"),
         ({"json": DEEP}, "json has arrays and objects nested more than 64 levels. Use fewer, or"),
         ({"json": "{"}, r"structured_outputs.json is not JSON \(Expecting property name.* Use a"),
         ({"json": [1]}, r"structured_outputs.json=\[1\] must be an object. Use a schema, such as"),
         ({"choice": ["a", ""]}, r"choice\[1\] is an empty text, which is part of every text"),
-        ({"choice": ["a", 1]}, r"choice=\('a', 1\) must be a list of texts."),
+        ({"choice": ["a", 1]}, r"choice=\('a', 1\) must be a list of strings."),
         ({"choice": ["a"] * 1025}, "structured_outputs.choice has 1025 texts, but the limit is"),
         ({"grammar": "a" * 262145}, "structured_outputs.grammar has 262145 bytes, but the limit"),
         ({"regex": "a", "outer_grammar": "q"}, "outer_grammar=q does not refer to @structure. Use"),

@@ -24,8 +24,8 @@ from megalith.kernels.grouped_linear import (
 )
 from megalith.kernels.linear import find_small_batch_kernel, forward, linear
 from megalith.kernels.linear_small_batch import (
-    EVERY_ROW,
-    NO_ROWS,
+    ALL_ROW_COUNTS,
+    NO_ROW_COUNTS,
     SmallBatchLimits,
     can_use,
     small_batch_grouped_linear,
@@ -189,16 +189,16 @@ def test_linear_uses_the_kernel_up_to_the_limit(monkeypatch: pytest.MonkeyPatch)
                 linear(torch.randn(t, 10), [w])
                 linear(torch.randn(t, 10).bfloat16(), [w.bfloat16()])
         assert calls == [1, 1, 4]
-        with small_batch_matmul(EVERY_ROW):
+        with small_batch_matmul(ALL_ROW_COUNTS):
             linear(torch.randn(100, 10), [w])
-        with small_batch_matmul(EVERY_ROW), small_batch_matmul(NO_ROWS):
+        with small_batch_matmul(ALL_ROW_COUNTS), small_batch_matmul(NO_ROW_COUNTS):
             linear(torch.randn(1, 10), [w])
     assert calls == [1, 1, 4, 100]
 
 
 def test_training_never_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, x, w = count_calls(monkeypatch), torch.randn(2, 10), torch.randn(6, 10)
-    with small_batch_matmul(EVERY_ROW):
+    with small_batch_matmul(ALL_ROW_COUNTS):
         linear(x, [w.requires_grad_()]).sum().backward()
         with torch.no_grad():
             linear(x, [w])
@@ -209,7 +209,7 @@ def test_training_never_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_kernel_rejects_unsupported_operands() -> None:
     x, w = torch.randn(2, 10), torch.randn(6, 10)
-    with small_batch_matmul(EVERY_ROW), torch.inference_mode():
+    with small_batch_matmul(ALL_ROW_COUNTS), torch.inference_mode():
         assert find_small_batch_kernel(x, w, 2) is not None
         assert find_small_batch_kernel(x, w.bfloat16(), 2) is None
         assert find_small_batch_kernel(x.double(), w.double(), 2) is None

@@ -5,8 +5,8 @@ import torch
 
 from megalith.kernels.grouped_linear import Groups, reference_grouped_linear
 from megalith.kernels.linear_small_batch import (
-    EVERY_ROW,
-    NO_ROWS,
+    ALL_ROW_COUNTS,
+    NO_ROW_COUNTS,
     SmallBatchLimits,
     small_batch_matmul,
 )
@@ -38,7 +38,7 @@ def test_weights_that_are_not_finite_are_rejected(value: float) -> None:
         quantize_int8(torch.tensor([[1.0, value]]))
 
 
-@pytest.mark.parametrize("limits", [EVERY_ROW, NO_ROWS], ids=["kernel", "torch"])
+@pytest.mark.parametrize("limits", [ALL_ROW_COUNTS, NO_ROW_COUNTS], ids=["kernel", "torch"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
 )

@@ -95,7 +95,7 @@ def body(**fields: Any) -> dict[str, Any]:
         ({"model": "tiny"}, 400, "input", "input is missing"),
         (body(model="gpt"), 404, "model", "has no such model"),
         (body(input=[]), 400, "input", "input is an empty list"),
-        (body(input=3), 400, "input", "input is 3, but must be a text or a list of token ids"),
+        (body(input=3), 400, "input", "input is 3, but must be a string or a list of token ids"),
         (body(input=["a", None]), 400, "input", "input[1] is None"),
         (body(input=[[300]]), 400, "input", "input[0][0]=300: token ids"),
         (body(input=["x"] * 2049), 400, "input", "input has 2049 texts; the limit is 2048"),

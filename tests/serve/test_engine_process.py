@@ -21,6 +21,7 @@ import zmq
 from megalith.config.generation import SamplingParams, StructuredOutputsParams
 from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
+from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.infer import engine
 from megalith.infer.llm import LLM
@@ -30,8 +31,9 @@ from megalith.serve.access import check_api_key
 from megalith.serve.app import ENDPOINTS, EventStream
 from megalith.serve.batch import read_batch
 from megalith.serve.benchmark import BenchmarkWorkload, RequestTimes, summarize
-from megalith.serve.choices import iterate_deltas
+from megalith.serve.choices import iterate_deltas, run_if_large
 from megalith.serve.client import Generation
+from megalith.serve.engine_process import count_prompt_characters
 from megalith.serve.engine_server import EngineServer
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import AccessLog, EngineMetrics, HttpMetrics
@@ -483,7 +485,7 @@ def test_batch_file_with_an_invalid_line_is_rejected() -> None:
         ("{", "f:2: not valid JSON"),
         ("[]", "f:2: not a JSON object"),
         (good, "f:2: custom_id='1' is also in line 1"),
-        ('{"url": "/v1/completions"}', "custom_id=None must be a text"),
+        ('{"url": "/v1/completions"}', "custom_id=None must be a string"),
         ('{"custom_id": "2", "url": "/v1/files", "body": {}}', "url='/v1/files' must be one of"),
         ('{"custom_id": "2", "method": "GET"}', "method='GET' must be POST"),
         ('{"custom_id": "2", "url": "/v1/completions"}', "body=None must be an object"),
@@ -503,6 +505,7 @@ def test_generation_defaults_apply_to_fields_that_a_request_leaves_out() -> None
         turn_end_ids=[],
         turn_end_texts=[],
         max_model_len=100,
+        max_prompt_characters=None,
         vocab_size=257,
         hidden_size=12,
         max_num_seqs=4,
@@ -582,9 +585,9 @@ def test_port_in_use_is_reported() -> None:
     [
         (ServeConfig(port=70000), "server.port=70000"),
         (ServeConfig(max_queue=0), "server.max_queue=0"),
-        (ServeConfig(api_keys=("a b ",)), "--api-key: a key must have"),
+        (ServeConfig(api_key=("a b ",)), "--api-key: a key must have"),
         (ServeConfig(ssl_certfile="x.pem"), "--ssl-keyfile=None: TLS needs both"),
-        (ServeConfig(max_requests_per_key=0, api_keys=("k",)), "server.max_requests_per_key=0"),
+        (ServeConfig(max_requests_per_key=0, api_key=("k",)), "server.max_requests_per_key=0"),
         (ServeConfig(enable_admin=True), "--enable-admin: there are no keys, so everyone could"),
         (ServeConfig(max_requests_per_key=2), "--max-requests-per-key=2: there are no keys"),
         (ServeConfig(cors_origins=("example.com",)), "--cors-origins=example.com: must be * or"),
@@ -605,3 +608,16 @@ def test_missing_packages_are_reported_with_the_command_that_installs_them(
         ConfigError, match=r'needs pyzmq. Install with: pip install "megalith\[serve\]"'
     ):
         transport.check_packages("megalith serve")
+
+
+def test_many_logprobs_are_built_on_another_thread() -> None:
+    async def build(num_positions: int) -> bool:
+        thread = await run_if_large(threading.current_thread, num_positions)
+        return thread is threading.main_thread()
+
+    assert asyncio.run(build(255)) and not asyncio.run(build(256))
+
+
+def test_characters_of_a_context_are_those_of_its_longest_token() -> None:
+    assert count_prompt_characters(ByteTokenizer(), 10) == 10 * len("<|endoftext|>")
+    assert count_prompt_characters(NullTokenizer(12), 10) is None

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from megalith.config.data import TokenizerConfig
 from megalith.data.huggingface import HuggingFaceTokenizer
@@ -27,6 +30,9 @@ ADD = {
     "additionalProperties": False,
 }
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}}]
+RESPONSES = "/v1/responses"
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+RESPONSE_TOOLS = [{"type": "function", "name": "add", "parameters": ADD, "strict": True}]
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +109,71 @@ def test_special_tokens_of_the_format_are_never_content(
     choices = chat(server, n=16, max_tokens=100, logit_bias=likely, temperature=2)
     assert any(choice["message"]["content"] for choice in choices)
     assert any(choice["stop_reason"] in tokenizer.specials.values() for choice in choices)
+
+
+def test_response_has_reasoning_and_calls(server: Server, tokenizer: HuggingFaceTokenizer) -> None:
+    likely = bias(tokenizer, a=6, c=6, space=6, end=6)
+    body: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": RESPONSE_TOOLS}
+    body |= {"tool_choice": "required", "logit_bias": likely, "max_output_tokens": 300}
+    for seed in range(20):
+        body["seed"] = seed
+        document = server.post(RESPONSES, body).raise_for_status().json()
+        Response.model_validate(document)
+        if [item["type"] for item in document["output"]] == ["reasoning", "function_call"]:
+            break
+    thought, call = document["output"]
+    assert thought["content"][0]["text"] and thought["status"] == "completed"
+    assert call["name"] == "add" and json.loads(call["arguments"])["a"] in range(10)
+    assert document["status"] == "completed" and document["tools"] == RESPONSE_TOOLS
+
+    text = server.post(RESPONSES, body | {"stream": True}).raise_for_status().text
+    lines = [block.split("\n")[1] for block in text.removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    for event in events:
+        EVENT.validate_python(event)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    num_deltas = kinds.count("reasoning_text.delta")
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["reasoning_text.delta"] * num_deltas,
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == thought["content"][0]["text"] and num_deltas > 0
+    assert events[-3]["arguments"] == events[-4]["delta"] == call["arguments"]
+    assert [event["output_index"] for event in events[-5:-1]] == [1] * 4
+    assert [item["type"] for item in events[-1]["response"]["output"]] == [
+        "reasoning",
+        "function_call",
+    ]
+
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "6"}
+    user = {"role": "user", "content": "hi"}
+    again = {"model": "tiny", "input": [user, thought, call, result], "max_output_tokens": 5}
+    assert server.post(RESPONSES, again).raise_for_status().json()["usage"]["input_tokens"] > 20
+
+
+def test_client_accumulates_the_items_of_a_stream(
+    server: Server, tokenizer: HuggingFaceTokenizer
+) -> None:
+    options: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": RESPONSE_TOOLS}
+    options |= {"tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 300}
+    options["extra_body"] = {"logit_bias": bias(tokenizer, a=6, c=6, space=6, end=6), "seed": 1}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(**options)
+        with client.responses.stream(**options) as events:
+            final = list(events)[-1]
+    assert final.type == "response.completed"
+    (call,) = [item for item in final.response.output if item.type == "function_call"]
+    (expected,) = [item for item in response.output if item.type == "function_call"]
+    assert (call.name, call.arguments) == ("add", expected.arguments)

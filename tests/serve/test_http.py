@@ -298,7 +298,7 @@ def test_legacy_api_returns_the_prompt_with_its_continuation(server: Server, llm
         assert document["tokens"][index] == list(prompt.encode()) + output.token_ids
         assert len(document["logprobs"][index]) == len(prompt) + 3
     for change, param, text in (
-        ({"prompts": []}, "prompts", "a list of 1 to 128 texts"),
+        ({"prompts": []}, "prompts", "a list of 1 to 128 strings"),
         ({"beam_width": 2}, "beam_width", "Beam search is not supported"),
         ({"max_len": 9}, "max_len", "Use tokens_to_generate"),
         ({"top_p_decay": 0.5}, "top_p_decay", "not supported"),
@@ -339,7 +339,7 @@ BAD_REQUESTS: tuple[tuple[str, Any, int, str | None, str], ...] = (
     (COMPLETIONS, {"model": "tiny"}, 400, "prompt", "prompt is missing"),
     (COMPLETIONS, completion(prompt=[]), 400, "prompt", "empty list"),
     (COMPLETIONS, completion(prompt=[[]]), 400, "prompt", "prompt[0] has 0 tokens"),
-    (COMPLETIONS, completion(prompt=3), 400, "prompt", "prompt is 3, but must be a text"),
+    (COMPLETIONS, completion(prompt=3), 400, "prompt", "prompt is 3, but must be a string"),
     (COMPLETIONS, completion(prompt=["a", None]), 400, "prompt", "prompt[1] is None"),
     (COMPLETIONS, completion(prompt=[1, 300]), 400, "prompt", "prompt[1]=300: token ids"),
     (COMPLETIONS, completion(prompt=[1, True]), 400, "prompt", "other values than ids"),
@@ -364,7 +364,7 @@ BAD_REQUESTS: tuple[tuple[str, Any, int, str | None, str], ...] = (
     (COMPLETIONS, completion(stop=["a"] * 17), 400, "stop", "stop has 17 texts"),
     (COMPLETIONS, completion(stop="a" * 10_000), 400, "stop", "has 10000 characters"),
     (COMPLETIONS, completion(stop=[""]), 400, "stop", "stop[0] is an empty text"),
-    (COMPLETIONS, completion(stop=3), 400, "stop", "stop=3 must be a list of texts"),
+    (COMPLETIONS, completion(stop=3), 400, "stop", "stop=3 must be a list of strings"),
     (COMPLETIONS, completion(logit_bias={"900": 1}), 400, "logit_bias", "the token id 900"),
     (COMPLETIONS, completion(logit_bias={"x": 1}), 400, "logit_bias", "logit_bias"),
     (COMPLETIONS, completion(logit_bias={"1": 200}), 400, "logit_bias", "logit_bias[1]=200"),
@@ -381,7 +381,7 @@ BAD_REQUESTS: tuple[tuple[str, Any, int, str | None, str], ...] = (
     (CHAT, chat(messages=[]), 400, "messages", "messages=[] must be a list of messages"),
     (CHAT, chat(messages=["hi"]), 400, "messages", "messages[0]='hi' must be an object"),
     (CHAT, chat(messages=[{"role": "boss", "content": ""}]), 400, "messages", "role='boss'"),
-    (CHAT, chat(messages=[{"role": "user"}]), 400, "messages", "content=None must be a text"),
+    (CHAT, chat(messages=[{"role": "user"}]), 400, "messages", "content=None must be a string"),
     (
         CHAT,
         chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -403,8 +403,22 @@ BAD_REQUESTS: tuple[tuple[str, Any, int, str | None, str], ...] = (
         "cannot set messages",
     ),
     (CHAT, chat(chat_template_kwargs={"a": "x" * 5000}), 400, "chat_template_kwargs", "4096"),
-    (CHAT, chat(stop=["a"] * 16), 400, "stop", "the chat template adds one"),
-    ("/tokenize", {"prompt": 3}, 400, "prompt", "prompt=3 must be a text"),
+    (CHAT, chat(stop=["a"] * 16), 400, "stop", "the chat template adds 1; the"),
+    *(
+        (path, request, 400, request_field, "has 4000 characters, but the context of the model is")
+        for path, request, request_field in (
+            (COMPLETIONS, completion(prompt=["x", "x" * 4000]), "prompt"),
+            ("/tokenize", {"prompt": "x" * 4000}, "prompt"),
+        )
+    ),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x" * 4000}]),
+        400,
+        "messages",
+        "characters, but the context of the model is 256 tokens, which have at most 3328",
+    ),
+    ("/tokenize", {"prompt": 3}, 400, "prompt", "prompt=3 must be a string"),
     ("/detokenize", {}, 400, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "tokens[0]=-1"),
     ("/v1/nothing", {}, 404, None, "there is no such endpoint"),

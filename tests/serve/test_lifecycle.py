@@ -133,7 +133,7 @@ def test_signal_finishes_requests_and_rejects_new_ones(limited: Server) -> None:
 
 @pytest.mark.slow
 def test_requests_that_do_not_finish_in_time_are_aborted(run: Path) -> None:
-    with running_server(run, "--drain-timeout", "0") as server:
+    with running_server(run, "--drain-timeout-s", "0") as server:
         name = server.get("/v1/models").json()["data"][0]["id"]
         assert name == "run"
         thread, responses = post_in_thread(server, LONG | {"n": 64})

@@ -21,12 +21,16 @@ from pydantic import TypeAdapter
 from megalith.config.generation import SamplingParams
 from megalith.config.server import ServeConfig
 from megalith.infer.llm import LLM
+from megalith.serve.chat import EncodedConversation
 from megalith.serve.client import Generation
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.protocol import TokenUpdate
-from megalith.serve.responses import ResponsesRequest, _Response, read_input
+from megalith.serve.response_input import read_input
+from megalith.serve.responses import ResponsesRequest, _Response
+from megalith.serve.sampling_fields import RequestOptions
 from megalith.serve.state import ServerState
+from megalith.serve.tools import OutputFormat
 from tests.serve.servers import Server
 from tests.serve.test_http import ONLY_A, generate
 
@@ -37,6 +41,7 @@ PROMPT = (
     "<|im_start|>system\nbe brief<|im_end|>\n"
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 )
+THOUGHT = {"type": "reasoning_text", "text": "so"}
 SEEDED: dict[str, Any] = {"extra_body": {"seed": 2, "ignore_eos": True}}
 
 
@@ -124,6 +129,43 @@ def test_items_are_the_messages_of_a_chat(server: Server) -> None:
     assert document["usage"]["input_tokens"] == answer["usage"]["prompt_tokens"]
 
 
+def test_calls_and_reasoning_of_a_turn_are_one_message() -> None:
+    call = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": "{}"}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [THOUGHT]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "see"}]},
+        call,
+        {**call, "call_id": "2"},
+        {"type": "function_call_output", "call_id": "2", "output": "6"},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert read_input({"input": items})[1:] == [
+        {
+            "role": "assistant",
+            "content": "see",
+            "reasoning_content": "so",
+            "tool_calls": [{"id": "1", **function}, {"id": "2", **function}],
+        },
+        {"role": "tool", "tool_call_id": "2", "name": "f", "content": "6"},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+
+
+def test_structured_output_of_a_response(server: Server) -> None:
+    pytest.importorskip("llguidance", reason="matches grammars, which needs the library")
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    form = {"type": "json_schema", "name": "n", "schema": schema | {"additionalProperties": False}}
+    document = post(server, text={"format": form})
+    assert json.loads(document["output"][0]["content"][0]["text"]) == {"a": 1}
+    assert document["text"]["format"] == form
+    document = post(server, text={"format": {"type": "json_object"}}, max_output_tokens=9)
+    assert document["output"][0]["content"][0]["text"].startswith("{")
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 def test_stream_equals_the_complete_response(server: Server, interval: int) -> None:
     body: dict[str, Any] = {"max_output_tokens": 12, "seed": 3, "ignore_eos": True}
@@ -196,8 +238,11 @@ class Client:
 def test_error_after_the_first_event_is_an_event() -> None:
     client: Any = Client()
     state = ServerState(ServeConfig(), client, HttpMetrics("m"))
-    model = SimpleNamespace(name="m")
-    request = ResponsesRequest(model, [1], SamplingParams(), None, True, 1, {})  # type: ignore[arg-type]  # a ServedModel
+    model: Any = SimpleNamespace(name="m")
+    conversation = EncodedConversation(model, [1], SamplingParams(), OutputFormat(), False)
+    echoed = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    options = RequestOptions(model, stream=True, include_usage=False, interval=1)
+    request = ResponsesRequest(conversation, options, None, echoed)
     generation = client.generation
 
     async def read() -> list[bytes]:
@@ -221,19 +266,38 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "input": "x", "max_output_tokens": 1} | fields
 
 
+FUNCTION = {"type": "function", "name": "f"}
 BAD_REQUESTS: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
     (body(model="gpt"), 404, "model", "has no such model"),
     ({"model": "tiny"}, 400, "input", 'input is missing. Use "Hello"'),
-    (body(input=[]), 400, "input", "input=[] must be a text or a list"),
-    (body(input=3), 400, "input", "input=3 must be a text or a list"),
+    (body(input=[]), 400, "input", "input=[] must be a string or a list"),
+    (body(input=3), 400, "input", "input=3 must be a string or a list"),
     (body(input=["x"]), 400, "input", "input[0]='x' must be an object"),
     (body(input=[{"role": "tool", "content": ""}]), 400, "input", "input[0].role='tool' must be"),
-    (body(input=[{"role": "user"}]), 400, "input", "input[0].content=None must be a text"),
+    (body(input=[{"role": "user"}]), 400, "input", "input[0].content=None must be a string"),
     (
         body(input=[{"type": "function_call_output", "call_id": "1", "output": ""}]),
         400,
         "input",
-        "input[0].type='function_call_output' is not supported",
+        "input[0].call_id='1' is no call_id of a function_call before it. Use",
+    ),
+    (
+        body(input=[{"type": "computer_call"}]),
+        400,
+        "input",
+        "type='computer_call' is not supported",
+    ),
+    (
+        body(input=[{"type": "function_call", "call_id": 1, "name": "f", "arguments": "{}"}]),
+        400,
+        "input",
+        "must have the strings call_id, name and arguments. Use",
+    ),
+    (
+        body(input=[{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]),
+        400,
+        "input",
+        "input[0].arguments='[' must be a JSON object as a string. Use",
     ),
     (
         body(input=[{"role": "user", "content": [{"type": "input_image"}]}]),
@@ -242,21 +306,48 @@ BAD_REQUESTS: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
         "input[0].content[0].type='input_image' is not supported",
     ),
     (body(input="x" * 256), 400, "input", "tokens, but the context of the model"),
-    (body(instructions=[]), 400, "instructions", "instructions=[] must be a text"),
+    (body(instructions=[]), 400, "instructions", "instructions=[] must be a string"),
     (body(previous_response_id="resp_1"), 400, "previous_response_id", "Remove it"),
     (body(conversation="c"), 400, "conversation", "conversation='c' is not supported"),
     (body(background=True), 400, "background", "background=True is not supported"),
     (body(store=True), 400, "store", "store=True is not supported by /v1/responses. Use False"),
     (body(n=2), 400, "n", "n=2 is not supported"),
-    (body(tools=[{"type": "function"}]), 400, "tools", "is not supported by /v1/responses"),
-    (body(tool_choice="required"), 400, "tool_choice", "Use 'none'"),
+    (body(tools=[{"type": "function"}]), 400, "tools", "tools[0].name=None must have 1 to 64"),
+    (
+        body(tools=[{"type": "web_search"}]),
+        400,
+        "tools",
+        "tools[0].type='web_search' is not supported by /v1/responses. Use {",
+    ),
+    (body(tool_choice="required"), 400, "tool_choice", "tool_choice needs tools. Pass tools"),
+    (body(tool_choice={"type": "mcp"}), 400, "tool_choice", "={'type': 'mcp'} is not supported"),
+    (
+        body(tools=[FUNCTION], tool_choice={"type": "function", "name": "g"}),
+        400,
+        "tool_choice",
+        "tool_choice.name='g' is none of the tools. Use one of f.",
+    ),
+    (body(tools=[FUNCTION]), 400, "tool_choice", 'tool_choice="auto" needs a parser of tool calls'),
+    (body(max_tool_calls=1), 400, "max_tool_calls", "max_tool_calls=1 is not supported"),
     (body(truncation="auto"), 400, "truncation", "Use 'disabled'"),
     (body(text=3), 400, "text", "text=3 must be an object"),
     (
-        body(text={"format": {"type": "json_object"}}),
+        body(text={"format": {"type": "xml"}}),
         400,
         "text.format",
-        "text.format={'type': 'json_object'} is not supported",
+        "text.format={'type': 'xml'} must have the type text, json_object or json_schema.",
+    ),
+    (
+        body(text={"format": {"type": "json_schema", "name": "n", "schema": 1}}),
+        400,
+        "text.format",
+        "text.format.schema=1 must be a JSON schema.",
+    ),
+    (
+        body(text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}),
+        400,
+        "text",
+        "text.format.schema is not valid: Invalid type: x. Correct it.",
     ),
     (body(reasoning={"effort": "high"}), 400, "reasoning.effort", "reasoning.effort='high'"),
     (body(include=["x"]), 400, "include", "include=['x'] must be a list. Use ["),

@@ -408,7 +408,7 @@ BAD_REQUESTS: tuple[tuple[dict[str, Any], str, str], ...] = (
             ]
         },
         "messages",
-        "tool_calls[0].function.arguments='{' must be a JSON object as text.",
+        "tool_calls[0].function.arguments='{' must be a JSON object as a string.",
     ),
 )  # type: ignore[assignment]  # one message has no field
 
