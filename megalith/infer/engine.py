@@ -23,6 +23,7 @@ from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError, raise_all
 from megalith.infer.cache import scheduler_config
+from megalith.infer.logprobs import prompt_logprobs
 from megalith.infer.outputs import Completion, RequestOutput, Timings, TokenOutput
 from megalith.infer.pooling import HiddenStatePooler
 from megalith.infer.runner import ModelRunner, PromptNeeds, StepLogits
@@ -31,7 +32,6 @@ from megalith.infer.sample import (
     SampleRow,
     TokenCounts,
     encode_bad_words,
-    prompt_logprobs,
     sample_tokens,
 )
 from megalith.infer.speculative import DraftRow, Speculator
@@ -584,11 +584,7 @@ class InferenceEngine:
             for count in range(len(each.draft_ids) + 1)
         ]
         indices = [index for each in verified for index in each.positions]
-        sampled = iter(
-            sample_tokens(
-                _select(logits.next_token, indices), rows, vocab_size=self.model_config.vocab_size
-            )
-        )
+        sampled = iter(sample_tokens(_select(logits.next_token, indices), rows, self.runner.vocab))
         for each in verified:
             results = list(islice(sampled, len(each.draft_ids) + 1))
             outputs += self._verify(each.choice, each.draft_ids, results)
@@ -716,12 +712,8 @@ class InferenceEngine:
         first = len(recorded) + 1
         next_tokens = request.output.prompt_token_ids[first : first + len(new)]
         try:
-            recorded += prompt_logprobs(
-                new,
-                next_tokens,
-                request.params.prompt_logprobs,
-                vocab_size=self.model_config.vocab_size,
-            )
+            top_n = request.params.prompt_logprobs
+            recorded += prompt_logprobs(new, next_tokens, top_n, self.runner.vocab)
         except CheckpointError as error:
             return self._end_request(request, "error", error=str(error))
         return []

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megalith.infer.sample import TokenLogprobs
+from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.stopping_criteria import FinishReason
 
 

@@ -44,8 +44,8 @@ from megalith.infer.load import (
     load_text_generator,
     open_source,
 )
+from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
-from megalith.infer.sample import TokenLogprobs
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
 from megalith.launch.launcher import in_worker, run_workers, worker_main

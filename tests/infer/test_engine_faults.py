@@ -12,8 +12,9 @@ from megalith.config.generation import SamplingParams
 from megalith.infer import engine as engine_module
 from megalith.infer import runner as runner_module
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.logprobs import prompt_logprobs
 from megalith.infer.runner import PromptNeeds
-from megalith.infer.sample import TokenCounts, prompt_logprobs
+from megalith.infer.sample import TokenCounts
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.plan.serving.scheduler import Scheduler, StepPlan
@@ -91,7 +92,7 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         start = next(row.start for row in plan.rows if row.seq_id == number)
         next_tokens = output.prompt_token_ids[start + 1 : start + 1 + len(logits)]
         assert output.prompt_logprobs is not None
-        output.prompt_logprobs += prompt_logprobs(logits, next_tokens, 0, vocab_size=37)
+        output.prompt_logprobs += prompt_logprobs(logits, next_tokens, 0, self.runner.vocab)
         return []
 
     def always(self: InferenceEngine, plan: StepPlan) -> PromptNeeds:
