@@ -425,59 +425,72 @@ def filter_logits(logits: Tensor, params: Sequence[SamplingParams], vocab: Vocab
     place; the most likely token always remains.
 
     The logits are not divided by the temperature, but top_p and min_p concern the probabilities at
-    the temperature. top_k keeps ties with the k-th value; of ties at the border of top_p the lowest
+    the temperature. top_k keeps ties with the k-th value; of ties at the limit of top_p the lowest
     ids remain. Greedy rows are not filtered.
 
     Each rank lists its largest logits. They suffice for top_k and min_p; top_p lists more of the
     rows that need more, in the end all of them.
     """
     undecided = [index for index, row in enumerate(params) if _has_filters(row)]
+    totals = {index: _sum_exp_for_top_p(logits[index], params[index]) for index in undecided}
     num_candidates = -(-TOP_P_CANDIDATES // vocab.group.size)
     while undecided:
         limits = [_count_candidates(params[index], num_candidates) for index in undecided]
         sizes = [min(limit, vocab.max_columns) for limit in limits]
         lists = [
-            _list_largest(logits[index], params[index], size)
+            torch.cat([totals[index], _list_largest(logits[index], params[index], size)])
             for index, size in zip(undecided, sizes, strict=True)
         ]
         parts = vocab.gather(torch.cat(lists))
-        borders = pairwise(accumulate((len(each) for each in lists), initial=0))
+        bounds = pairwise(accumulate((len(each) for each in lists), initial=0))
         pending = []
-        for index, (start, stop) in zip(undecided, borders, strict=True):
-            border = find_border(parts[:, start:stop], params[index])
-            if border is None:
+        for index, (start, stop) in zip(undecided, bounds, strict=True):
+            threshold = find_threshold(parts[:, start:stop], params[index])
+            if threshold is None:
                 pending.append(index)
             else:
-                _mask_outside(logits[index], border, vocab.group.rank)
+                _mask_outside(logits[index], threshold, vocab.group.rank)
         undecided, num_candidates = pending, 16 * num_candidates
 
 
+def _sum_exp_for_top_p(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the log-sum-exp [1] of a row [v_local] at the temperature; 0 if it is not needed,
+    because top_k determines the tokens to which top_p applies."""
+    if params.active_top_p is None or params.active_top_k is not None:
+        return logits.new_zeros(1)
+    return (logits / params.temperature).logsumexp(0, keepdim=True)
+
+
 def _count_candidates(params: SamplingParams, num_candidates: int) -> int:
-    """Return how many of the largest logits of a rank a filter needs."""
+    """Return how many of the largest logits of a rank the filters of a row need; 0: only the
+    largest."""
     if params.active_top_k is not None:
         return params.active_top_k
-    return 1 if params.active_top_p is None else num_candidates
+    return 0 if params.active_top_p is None else num_candidates
 
 
 def _list_largest(logits: Tensor, params: SamplingParams, size: int) -> Tensor:
-    """List the largest logits of a row [v_local], for `find_border`: [size + 3].
+    """List the largest logits of a row [v_local], for `find_threshold`: [size + 2].
 
-    These are the log-sum-exp at the temperature, if top_p needs it; how many logits equal the last
-    one of the list, 0 if only one of the listed ones does; and the `size` + 1 largest logits in
-    descending order, then -inf.
+    These are the number of logits that are known to equal the last one of the list, and the `size`
+    + 1 largest logits in descending order, then -inf.
     """
-    largest = logits.topk(min(size + 1, len(logits))).values
-    largest = pad(largest, (0, size + 1 - len(largest)), value=MASKED)
-    head = largest.new_zeros(2)
-    if params.active_top_p is not None and params.active_top_k is None:
-        head[0] = (logits / params.temperature).logsumexp(0)
-    previous, last = largest[-2:].tolist()
-    if previous == last > MASKED:
-        head[1] = (logits == last).sum()
-    return torch.cat([head, largest])
+    num_listed = min(size + 1, len(logits))
+    # topk of one takes much longer
+    largest = logits.amax(0, keepdim=True) if num_listed == 1 else logits.topk(num_listed).values
+    largest = pad(largest, (0, size + 1 - num_listed), value=MASKED)
+    num_equal = largest.new_zeros(1)
+    if params.active_top_k is not None:
+        previous, last = largest[-2:].tolist()
+        if previous == last > MASKED:  # and may equal the k-th one of all ranks
+            searched = largest if params.active_top_p is None else logits
+            num_equal[0] = (searched == last).sum()
+    elif params.active_top_p is None:
+        num_equal[0] = 1
+    return torch.cat([num_equal, largest])
 
 
-class Border(NamedTuple):
+class LogitThreshold(NamedTuple):
     """The tokens of a row that remain."""
 
     lowest: float
@@ -487,10 +500,10 @@ class Border(NamedTuple):
     """By rank, how many of the logits equal to it remain, those of the lowest ids; unset: all."""
 
 
-def find_border(parts: NDArray[np.float64], params: SamplingParams) -> Border | None:
+def find_threshold(parts: NDArray[np.float64], params: SamplingParams) -> LogitThreshold | None:
     """Return the tokens that the filters keep of a row; None if the lists are too short.
 
-    parts: [tp, size + 3], the list of every rank (`_list_largest`).
+    parts: [tp, size + 3], the log-sum-exp and the list of every rank (`_list_largest`).
     """
     totals, num_equal, largest = parts[:, 0], parts[:, 1].astype(np.int64), parts[:, 2:]
     last = largest[:, -1]
@@ -501,14 +514,14 @@ def find_border(parts: NDArray[np.float64], params: SamplingParams) -> Border | 
     ]
     limit = last.max()
     is_limit_known = bool((num_equal[last == limit] > 0).all())
-    ordered = np.sort(np.concatenate(known))[::-1]
+    ordered = -np.sort(-np.concatenate(known), kind="stable")  # linear for sorted parts
     ordered = ordered[ordered >= limit if is_limit_known else ordered > limit]
     if not len(ordered):  # all tokens are masked
-        return Border(MASKED)
-    border, k, temperature = Border(MASKED), params.active_top_k, params.temperature
+        return LogitThreshold(MASKED)
+    threshold, k, temperature = LogitThreshold(MASKED), params.active_top_k, params.temperature
     if k is not None and k <= len(ordered):
-        border = Border(float(ordered[k - 1]))
-        ordered = ordered[ordered >= border.lowest]
+        threshold = LogitThreshold(float(ordered[k - 1]))
+        ordered = ordered[ordered >= threshold.lowest]
     if params.active_top_p is not None:
         total = np.logaddexp.reduce(totals if k is None else ordered / temperature)
         cumulative = np.exp(ordered / temperature - total).cumsum()
@@ -516,35 +529,37 @@ def find_border(parts: NDArray[np.float64], params: SamplingParams) -> Border | 
         num_kept = 1 + int((cumulative[:-1] <= params.active_top_p).sum())
         if num_kept == len(ordered) and k is None and limit > MASKED:
             return None
-        border = _cut_ties(known, ordered, num_kept)
+        threshold = _cut_ties(known, ordered, num_kept)
     if params.min_p > 0:
-        min_p_border = float(ordered[0]) + temperature * math.log(params.min_p)
-        border = border if border.lowest >= min_p_border else Border(min_p_border)
-    return border
+        lowest = float(ordered[0]) + temperature * math.log(params.min_p)
+        threshold = threshold if threshold.lowest >= lowest else LogitThreshold(lowest)
+    return threshold
 
 
 def _cut_ties(
     known: Sequence[NDArray[np.float64]], ordered: NDArray[np.float64], num_kept: int
-) -> Border:
-    """Return the border after the first `num_kept` of logits in descending order, which are known
-    by rank."""
+) -> LogitThreshold:
+    """Return the threshold that keeps the first `num_kept` of logits in descending order.
+
+    known: the logits by rank.
+    """
     lowest = float(ordered[num_kept - 1])
     if num_kept == len(ordered) or ordered[num_kept] < lowest:
-        return Border(lowest)
+        return LogitThreshold(lowest)
     remaining = num_kept - int((ordered > lowest).sum())
     num_ties = []
     for values in known:
         num_ties.append(min(int((values == lowest).sum()), remaining))
         remaining -= num_ties[-1]
-    return Border(lowest, num_ties)
+    return LogitThreshold(lowest, num_ties)
 
 
-def _mask_outside(logits: Tensor, border: Border, rank: int) -> None:
+def _mask_outside(logits: Tensor, threshold: LogitThreshold, rank: int) -> None:
     """Mask the tokens of a row [v_local] that do not remain, in place."""
-    if border.num_ties is not None:
-        ties = (logits == border.lowest).nonzero().squeeze(1)
-        logits[ties[border.num_ties[rank] :]] = MASKED
-    logits.masked_fill_(logits < border.lowest, MASKED)
+    if threshold.num_ties is not None:
+        ties = (logits == threshold.lowest).nonzero().squeeze(1)
+        logits[ties[threshold.num_ties[rank] :]] = MASKED
+    logits.masked_fill_(logits < threshold.lowest, MASKED)
 
 
 # --- log-probs
