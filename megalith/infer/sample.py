@@ -432,20 +432,22 @@ def filter_logits(logits: Tensor, params: Sequence[SamplingParams], vocab: Vocab
     rows that need more, in the end all of them.
     """
     undecided = [index for index, row in enumerate(params) if _has_filters(row)]
-    totals = {index: _sum_exp_for_top_p(logits[index], params[index]) for index in undecided}
+    totals = logits.new_zeros(len(params))
+    for index in undecided:
+        if _counts_all_probabilities(params[index]):
+            totals[index] = (logits[index] / params[index].temperature).logsumexp(0)
     num_candidates = -(-TOP_P_CANDIDATES // vocab.group.size)
     while undecided:
         limits = [_count_candidates(params[index], num_candidates) for index in undecided]
-        sizes = [min(limit, vocab.max_columns) for limit in limits]
         lists = [
-            torch.cat([totals[index], _list_largest(logits[index], params[index], size)])
-            for index, size in zip(undecided, sizes, strict=True)
+            _list_largest(logits[index], params[index], min(limit, vocab.max_columns))
+            for index, limit in zip(undecided, limits, strict=True)
         ]
-        parts = vocab.gather(torch.cat(lists))
-        bounds = pairwise(accumulate((len(each) for each in lists), initial=0))
+        gathered = vocab.gather(torch.cat([totals[undecided], *lists]))
+        bounds = pairwise(accumulate(map(len, lists), initial=len(undecided)))
         pending = []
-        for index, (start, stop) in zip(undecided, bounds, strict=True):
-            threshold = find_threshold(parts[:, start:stop], params[index])
+        for place, (index, (start, stop)) in enumerate(zip(undecided, bounds, strict=True)):
+            threshold = find_threshold(gathered[:, place], gathered[:, start:stop], params[index])
             if threshold is None:
                 pending.append(index)
             else:
@@ -453,12 +455,9 @@ def filter_logits(logits: Tensor, params: Sequence[SamplingParams], vocab: Vocab
         undecided, num_candidates = pending, 16 * num_candidates
 
 
-def _sum_exp_for_top_p(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the log-sum-exp [1] of a row [v_local] at the temperature; 0 if it is not needed,
-    because top_k determines the tokens to which top_p applies."""
-    if params.active_top_p is None or params.active_top_k is not None:
-        return logits.new_zeros(1)
-    return (logits / params.temperature).logsumexp(0, keepdim=True)
+def _counts_all_probabilities(params: SamplingParams) -> bool:
+    """Return whether top_p applies to all tokens, and not only to those that top_k keeps."""
+    return params.active_top_p is not None and params.active_top_k is None
 
 
 def _count_candidates(params: SamplingParams, num_candidates: int) -> int:
@@ -472,22 +471,22 @@ def _count_candidates(params: SamplingParams, num_candidates: int) -> int:
 def _list_largest(logits: Tensor, params: SamplingParams, size: int) -> Tensor:
     """List the largest logits of a row [v_local], for `find_threshold`: [size + 2].
 
-    These are the number of logits that are known to equal the last one of the list, and the `size`
-    + 1 largest logits in descending order, then -inf.
+    These are the `size` + 1 largest logits in descending order, then -inf, and at last the number
+    of logits that are known to equal the one before it.
     """
     num_listed = min(size + 1, len(logits))
     # topk of one takes much longer
     largest = logits.amax(0, keepdim=True) if num_listed == 1 else logits.topk(num_listed).values
-    largest = pad(largest, (0, size + 1 - num_listed), value=MASKED)
-    num_equal = largest.new_zeros(1)
+    largest = pad(largest, (0, size + 2 - num_listed), value=MASKED)
     if params.active_top_k is not None:
-        previous, last = largest[-2:].tolist()
+        previous, last = largest[-3:-1].tolist()
+        largest[-1] = 0
         if previous == last > MASKED:  # and may equal the k-th one of all ranks
             searched = largest if params.active_top_p is None else logits
-            num_equal[0] = (searched == last).sum()
-    elif params.active_top_p is None:
-        num_equal[0] = 1
-    return torch.cat([num_equal, largest])
+            largest[-1] = (searched == last).sum()
+    else:
+        largest[-1] = params.active_top_p is None
+    return largest
 
 
 class LogitThreshold(NamedTuple):
@@ -500,12 +499,15 @@ class LogitThreshold(NamedTuple):
     """By rank, how many of the logits equal to it remain, those of the lowest ids; unset: all."""
 
 
-def find_threshold(parts: NDArray[np.float64], params: SamplingParams) -> LogitThreshold | None:
+def find_threshold(
+    totals: NDArray[np.float64], lists: NDArray[np.float64], params: SamplingParams
+) -> LogitThreshold | None:
     """Return the tokens that the filters keep of a row; None if the lists are too short.
 
-    parts: [tp, size + 3], the log-sum-exp and the list of every rank (`_list_largest`).
+    totals: [tp], the log-sum-exp of every rank at the temperature, if
+    `_counts_all_probabilities`; lists: [tp, size + 2], see `_list_largest`.
     """
-    totals, num_equal, largest = parts[:, 0], parts[:, 1].astype(np.int64), parts[:, 2:]
+    largest, num_equal = lists[:, :-1], lists[:, -1].astype(np.int64)
     last = largest[:, -1]
     # a rank lists all logits above its last one, and those equal to it if it counts them
     known = [
@@ -559,7 +561,9 @@ def _mask_outside(logits: Tensor, threshold: LogitThreshold, rank: int) -> None:
     if threshold.num_ties is not None:
         ties = (logits == threshold.lowest).nonzero().squeeze(1)
         logits[ties[threshold.num_ties[rank] :]] = MASKED
-    logits.masked_fill_(logits < threshold.lowest, MASKED)
+    bounds = torch.tensor([threshold.lowest, MASKED], dtype=logits.dtype)
+    # keeps what is above its argument, in a third of the time of a comparison and masked_fill_
+    torch.threshold_(logits, float(torch.nextafter(*bounds)), MASKED)
 
 
 # --- log-probs
