@@ -166,13 +166,12 @@ def test_cached_generation_with_a_plugin_equals_one_forward_pass(model_config: M
     ids = torch.arange(9) * 5 % 61
     cache = SequenceCache([AttentionView()] * PLAIN.num_layers)
     with torch.no_grad():
-        whole = model.logits(ids, LayerInputs(seq_params_from_rows(1, 9)), (), torch.arange(9))
+        whole = model.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9)))
         parts = [
-            model.logits(
+            model.hidden_states(
                 ids[a:b],
                 LayerInputs(seq_params_from_queries([(b - a, b)])),
                 cache.layers(a, b - a),
-                torch.arange(b - a),
             )
             for a, b in ((0, 4), (4, 5), (5, 9))
         ]

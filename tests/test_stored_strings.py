@@ -41,11 +41,13 @@ from megalith.data.sft import ConversationDataset, build_conversations, generate
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.hf.release import parameters
 from megalith.infer.sample import SampleRow, sample_tokens
+from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
+from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan import keys
 from megalith.plan.layers import moe
@@ -204,7 +206,7 @@ def record_data_keys(folder: Path) -> list[str]:
         )
         mock_splits(whole_documents=True, overlong="truncate")
         row = SampleRow(params=SamplingParams(), seed=9, choice=2, position=5)
-        sample_tokens(torch.zeros(1, 3), [row], vocab_size=3)
+        sample_tokens(torch.zeros(1, 3), [row], VocabSlice(single_rank_group("tp"), 0, 3, 3))
     return sorted({text for text in texts if "made up" not in text or text.startswith("7 ")})
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -15,9 +14,6 @@ from megalith.infer.sample import SampleRow, sample_tokens
 from megalith.infer.speculative import DraftRow
 from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
-
-MASKED_LOGIT = -1e30
-"""Logit of tokens that the draft model does not have; finite, so that the row counts as valid."""
 
 
 class DraftCache:
@@ -76,7 +72,10 @@ class DraftModelProposer:
     ) -> None:
         """`vocab_size`: that of the large model; `max_num_batched_tokens`: largest number of tokens
         of a forward pass."""
-        self._runner, self._vocab_size = runner, vocab_size
+        vocab = runner.vocab
+        self._runner = runner
+        # the ids that both models have; the others pad the vocabulary
+        self._vocab = replace(vocab, vocab_size=min(vocab.vocab_size, vocab_size))
         self._max_num_batched_tokens = max_num_batched_tokens
         self._cache = DraftCache(runner.cache)
 
@@ -97,12 +96,10 @@ class DraftModelProposer:
             sample_rows = [
                 without_logprobs(row.make_sample_row(drafts[row.seq_id])) for row in active
             ]
-            sampled = sample_tokens(
-                fit_vocabulary(logits, self._vocab_size), sample_rows, vocab_size=self._vocab_size
-            )
+            sampled = sample_tokens(logits, sample_rows, self._vocab)
             unfinished = []
             for row, result in zip(active, sampled, strict=True):
-                if result.error is not None or result.token >= self._num_embeddings:
+                if result.error is not None:
                     continue
                 drafts[row.seq_id].append(result.token)
                 if len(drafts[row.seq_id]) < row.num_drafts:
@@ -177,13 +174,6 @@ def without_logprobs(row: SampleRow) -> SampleRow:
     if row.params.logprobs is None:
         return row
     return replace(row, params=replace(row.params, logprobs=None))
-
-
-def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Return logits [rows, vocab_size] of logits [rows, v] with another number of padding
-    tokens."""
-    missing = vocab_size - logits.shape[-1]
-    return pad(logits, (0, missing), value=MASKED_LOGIT) if missing > 0 else logits[:, :vocab_size]
 
 
 def check_same_vocabulary(tokenizer: Tokenizer, draft_tokenizer: Tokenizer, source: str) -> None:

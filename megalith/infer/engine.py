@@ -275,10 +275,7 @@ class InferenceEngine:
             if self.runner.is_last_stage:
                 step.results = StepResults()
                 if logits is not None:
-                    vocab_size = self.model_config.vocab_size
-                    step.results = compute_results(
-                        step, logits, self._choices, vocab_size=vocab_size
-                    )
+                    step.results = compute_results(step, logits, self._choices, self.runner.vocab)
                 self.runner.send_results(step.results)
         except BaseException as error:
             self._fail_step(step, error, outputs)

@@ -119,6 +119,7 @@ class MTPProposer:
         """`runner`: of the model; `max_tokens`: about the largest number of tokens of a sequence in
         a forward pass."""
         self._model, self._limits, self._kv_cache = runner.model, runner.limits, cache
+        self._vocab = runner.vocab
         self._num_layers = len(cache.plan.slots)
         self._max_tokens = max(max_tokens, 2 * self._num_layers)
         self._cache = DraftCache(cache)
@@ -219,7 +220,7 @@ class MTPProposer:
     def _sample(self, jobs: Sequence[_MTPJob], logits: Tensor) -> None:
         """Append a draft to each job."""
         rows = [job.make_sample_row() for job in jobs]
-        sampled = sample_tokens(logits, rows, vocab_size=self._model.config.vocab_size)
+        sampled = sample_tokens(logits, rows, self._vocab)
         for job, result in zip(jobs, sampled, strict=True):
             job.is_sampling = job.is_sampling and result.error is None
             if job.is_sampling:

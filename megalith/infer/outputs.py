@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megalith.infer.sample import SampledToken, TokenLogprobs
+from megalith.infer.logprobs import TokenLogprobs
+from megalith.infer.sample import SampledToken
 from megalith.infer.stopping_criteria import FinishReason
 
 

@@ -12,6 +12,7 @@ from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
+from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear_small_batch import (
@@ -50,11 +51,11 @@ class StepLogits:
     """The rows that sample, as they were executed, in the order of the plan."""
 
     next_token: Tensor
-    """[n, v]: logits of the token after the last known one and after each draft, row after row;
-    sequences in `PromptNeeds.hidden` have none."""
+    """[n, v_local], the columns of `ModelRunner.vocab`: logits of the token after the last known
+    one and after each draft, row after row; sequences in `PromptNeeds.hidden` have none."""
 
     prompt: Mapping[int, Tensor]
-    """By sequence in `PromptNeeds.logits`: logits [k, v] of the prompt tokens after the k
+    """By sequence in `PromptNeeds.logits`: logits [k, v_local] of the prompt tokens after the k
     processed ones."""
 
     prompt_hidden: Mapping[int, Tensor]
@@ -86,6 +87,11 @@ class ModelRunner:
         self.is_last_stage = model.stage.loss
         self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
+
+    @property
+    def vocab(self) -> VocabSlice:
+        """The columns of the logits."""
+        return VocabSlice.from_head(self.model.head)
 
     @torch.inference_mode()
     def execute(
@@ -177,9 +183,7 @@ class ModelRunner:
         return StepLogits(sampling, self._project(hidden[last]), prompt, pooled, hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
-        """Return logits [k, v] of hidden states [k, h], some rows at a time."""
-        if not len(hidden):
-            return hidden.new_empty(0, self.model.config.vocab_size)
+        """Return logits [k, v_local] of hidden states [k, h], some rows at a time."""
         parts = [self.model.head.logits(part) for part in hidden.split(MAX_LOGIT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

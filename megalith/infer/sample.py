@@ -5,34 +5,37 @@ Logits are processed in fp32, or in float64 if they are float64. A row is proces
 parameters, and its noise is keyed by (seed, choice, absolute position), so its token does not
 depend on the rest of the batch. Rows that need neither processors nor filters are sampled in one
 pass over their logits; only the other rows are copied.
+
+Each tensor-parallel rank has the logits of a slice of the vocabulary, and they are not gathered.
+Processors act on single tokens, so they need no communication. Then the ranks all-gather a few
+numbers per row, and each merges those of all ranks in the same way: the largest logits of rows with
+filters; the best token of every row; the log-sum-exp and the most likely tokens of rows with
+log-probs.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megalith.config.generation import SamplingParams
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError
+from megalith.infer.logprobs import TokenLogprobs, compute_logprobs
+from megalith.infer.vocab_slice import MASKED, VocabSlice, find_finite_rows
 from megalith.kernels.sampling import GumbelArgmax, gumbel_argmax
 from megalith.plan.keys import key
 
-MASKED = float("-inf")
-"""Logit of a token that is never sampled."""
-
 TOP_P_CANDIDATES = 1024
-"""Number of most likely tokens that top_p sorts at first, and 16 times as many while their
-probability is not above top_p. Heuristic: models rarely need more, and a sort of the entire
-vocabulary takes several times as long."""
-
-LOGPROB_ROWS = 8
-"""Rows per log-softmax, to bound its memory. Measured for 64 rows of 152,000 logits: half the time
-of all rows at once, whose temporary tensors leave the cache."""
+"""Number of most likely tokens, of all ranks together, that top_p sorts at first, and 16 times as
+many while their probability is not above top_p. Heuristic: models rarely need more, and a sort of
+the entire vocabulary takes several times as long."""
 
 
 class TokenCounts:
@@ -142,23 +145,6 @@ class SampleRow:
         return self.end_ids if len(self.output_ids) < self.params.min_tokens else frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probs at one position."""
-
-    token: int
-
-    logprob: float
-    """Log-prob of the token."""
-
-    rank: int
-    """1 plus the number of tokens that are more likely."""
-
-    top_logprobs: Mapping[int, float]
-    """Log-probs by token id: the most likely tokens in descending order, the lowest id of equals
-    first, and then the token itself unless it is one of them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
     """Result of one row."""
@@ -177,63 +163,96 @@ class SampledToken:
 
 
 def sample_tokens(
-    logits: Tensor, rows: Sequence[SampleRow], *, vocab_size: int
+    logits: Tensor, rows: Sequence[SampleRow], vocab: VocabSlice
 ) -> list[SampledToken]:
-    """Sample a token from each row of logits [rows, v].
+    """Sample a token from each row of logits [rows, v_local], the columns of `vocab`; the same on
+    all ranks.
 
-    vocab_size: number of token ids; the columns after them, which pad the vocabulary, are never
-    sampled. A row whose logits are not finite, or whose tokens are all masked, has an error; the
-    other rows do not depend on it.
+    A row whose logits are not finite, or whose tokens are all masked, has an error; the other rows
+    do not depend on it.
     """
     assert len(rows) == len(logits), f"{len(rows)} rows, {len(logits)} rows of logits"
-    logits = _in_fp32(logits)[:, :vocab_size]
-    tokens: dict[int, int] = {}
-    errors: dict[int, str] = {}
-    masked_rows: set[int] = set()
-    processed: dict[int, Tensor] = {}  # logits of rows with processors or filters
+    logits = vocab.remove_padding(logits)
+    best, processed = _sample_slice(logits, rows, vocab)
+    requests = _select_logprob_rows(logits, processed, rows)
+    chosen = torch.zeros_like(best.values)
+    for indices, group in requests:
+        chosen[indices] = vocab.select_logits(group, best.ids[indices])
+    winners = merge_best(vocab.gather(torch.stack([*best, chosen], -1)))
+    logprobs = _compute_row_logprobs(requests, winners, rows, vocab)
+    results: list[SampledToken] = []
+    for index, (row, winner) in enumerate(zip(rows, winners, strict=True)):
+        if not winner.is_finite:
+            result = SampledToken(token=-1, error=_describe_nonfinite(row.position))
+        elif winner.token < 0:
+            result = SampledToken(token=-1, error=_describe_masked(row), is_request_error=True)
+        else:
+            result = SampledToken(token=winner.token, logprobs=logprobs.get(index))
+        results.append(result)
+    return results
+
+
+def _sample_slice(
+    logits: Tensor, rows: Sequence[SampleRow], vocab: VocabSlice
+) -> tuple[GumbelArgmax, dict[int, Tensor]]:
+    """Return the best local token of every row, and the processed and filtered logits of the rows
+    with processors.
+
+    Rows with logits that are not finite have a NaN as best value, or -inf logits are counted.
+    """
     plain = [index for index, row in enumerate(rows) if not row.has_processors]
-    if plain:
-        group = _select_rows(logits, plain)
-        best = _sample(group, [rows[index] for index in plain])
-        num_masked = best.num_masked.tolist()
-        for index, token, masked in zip(plain, best.ids.tolist(), num_masked, strict=True):
-            if token < 0 or masked > 0:
-                errors[index] = _describe_nonfinite(rows[index].position)
-            else:
-                tokens[index] = token
     others = [index for index, row in enumerate(rows) if row.has_processors]
-    if others:
-        finite = _find_finite_rows(_select_rows(logits, others))
-        for index, is_finite in zip(others, finite, strict=True):
-            if not is_finite:
-                errors[index] = _describe_nonfinite(rows[index].position)
-        others = [index for index in others if index not in errors]
-    if others:
-        group, group_rows = logits[others], [rows[index] for index in others]
-        process_logits(group, group_rows)
-        filter_logits(group, [row.params for row in group_rows])
-        for index, token, row_logits in zip(
-            others, _sample(group, group_rows).ids.tolist(), group, strict=True
-        ):
-            if token < 0:
-                errors[index] = _describe_masked(rows[index])
-                masked_rows.add(index)
-            else:
-                tokens[index], processed[index] = token, row_logits
-    logprobs = _compute_row_logprobs(logits, processed, rows, tokens)
-    return [
-        SampledToken(
-            token=tokens.get(index, -1),
-            logprobs=logprobs.get(index),
-            error=errors.get(index),
-            is_request_error=index in masked_rows,
-        )
-        for index in range(len(rows))
-    ]
+    if not others:
+        return _sample(logits, rows, vocab), {}
+    group, group_rows = logits[others], [rows[index] for index in others]
+    is_invalid = ~find_finite_rows(group)
+    if bool(is_invalid.any()):  # masked, and not removed: ranks have the same rows
+        group[is_invalid] = MASKED
+    process_logits(group, group_rows, first_token=vocab.first_token)
+    filter_logits(group, [row.params for row in group_rows], vocab)
+    best = _sample(group, group_rows, vocab)
+    best = best._replace(
+        values=best.values.masked_fill(is_invalid, math.nan),
+        num_masked=torch.zeros_like(best.num_masked),  # by processors
+    )
+    processed = dict(zip(others, group, strict=True))
+    if plain:
+        plain_best = _sample(logits[plain], [rows[index] for index in plain], vocab)
+        order = torch.tensor(plain + others, device=logits.device).argsort()
+        pairs = zip(plain_best, best, strict=True)
+        best = GumbelArgmax(*(torch.cat(pair)[order] for pair in pairs))
+    return best, processed
 
 
-def _in_fp32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+class _Winner(NamedTuple):
+    """The sampled token of a row."""
+
+    token: int
+    """Its id; -1 if all tokens are masked."""
+
+    logit: float
+    """Its logit in the distribution whose log-probs are requested."""
+
+    is_finite: bool
+    """Whether the logits of the row are finite."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is a token."""
+        return self.is_finite and self.token >= 0
+
+
+def merge_best(parts: NDArray[np.float64]) -> list[_Winner]:
+    """Return the token with the largest value of each row, of equal values that of the lowest rank.
+
+    parts: [tp, rows, 4], the fields of `GumbelArgmax` of every rank, and the logit of its token.
+    """
+    values, ids, num_masked, logits = np.moveaxis(parts, -1, 0)
+    is_finite = ~np.isnan(values).any(0) & (num_masked.sum(0) == 0)
+    best = values.argmax(0)
+    columns = np.arange(parts.shape[1])
+    selected = ids[best, columns].astype(np.int64).tolist(), logits[best, columns].tolist()
+    return [_Winner(*fields) for fields in zip(*selected, is_finite.tolist(), strict=True)]
 
 
 def _select_rows(logits: Tensor, indices: list[int]) -> Tensor:
@@ -241,17 +260,10 @@ def _select_rows(logits: Tensor, indices: list[int]) -> Tensor:
     return logits if len(indices) == len(logits) else logits[indices]
 
 
-def _find_finite_rows(logits: Tensor) -> list[bool]:
-    """Return whether each row has finite logits only; `isfinite` of all would take 20 times as
-    long."""
-    finite: list[bool] = (logits.amax(-1).isfinite() & logits.amin(-1).isfinite()).tolist()
-    return finite
-
-
-def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> GumbelArgmax:
+def _sample(logits: Tensor, rows: Sequence[SampleRow], vocab: VocabSlice) -> GumbelArgmax:
     keys = [key(row.seed, "sample", str(row.choice), row.position) for row in rows]
     temperatures = [0.0 if row.params.is_greedy else row.params.temperature for row in rows]
-    return gumbel_argmax(logits, keys, temperatures)
+    return gumbel_argmax(logits, keys, temperatures, first_token=vocab.first_token)
 
 
 def _describe_nonfinite(position: int) -> str:
@@ -278,47 +290,66 @@ def _describe_masked(row: SampleRow) -> str:
 # --- logit processors
 
 
-def process_logits(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Apply the processors of every row to logits [rows, v], in place; masked tokens are -inf.
+def process_logits(logits: Tensor, rows: Sequence[SampleRow], *, first_token: int = 0) -> None:
+    """Apply the processors of every row to logits [rows, v_local], in place; masked tokens are
+    -inf. `first_token`: token id of the first column.
 
     Order: logit_bias; allowed_token_ids, bad words and grammar mask; repetition penalty; frequency
     and presence penalty; end tokens before min_tokens.
     """
-    _add_logit_bias(logits, rows)
+    _add_logit_bias(logits, rows, first_token)
     for row_logits, row in zip(logits, rows, strict=True):
-        _mask_disallowed(row_logits, row)
-    banned = [_find_banned_tokens(row) for row in rows]
-    logits[_coordinates(banned, logits.device)] = MASKED
-    _apply_penalties(logits, rows)
-    logits[_coordinates([list(row.masked_end_ids) for row in rows], logits.device)] = MASKED
+        _mask_disallowed(row_logits, row, first_token)
+    banned = _find_entries([_find_banned_tokens(row) for row in rows], logits, first_token)
+    logits[banned.indices] = MASKED
+    _apply_penalties(logits, rows, first_token)
+    ends = _find_entries([list(row.masked_end_ids) for row in rows], logits, first_token)
+    logits[ends.indices] = MASKED
 
 
-def _coordinates(
-    ids_of_rows: Sequence[Sequence[int] | NDArray[np.int64]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return row and column of the listed token ids of every row, as indices of logits."""
+class _Entries(NamedTuple):
+    """The logits [rows, v_local] of token ids that are listed by row."""
+
+    indices: tuple[Tensor, Tensor]
+    """Row and column of the listed ids that have a column."""
+
+    is_local: NDArray[np.bool_]
+    """Which of the listed ids have a column."""
+
+
+def _find_entries(
+    ids_of_rows: Sequence[Sequence[int] | NDArray[np.int64]], logits: Tensor, first_token: int
+) -> _Entries:
     sizes = [len(ids) for ids in ids_of_rows]
     indices = np.repeat(np.arange(len(sizes)), sizes)
-    columns = np.concatenate([np.asarray(ids, np.int64) for ids in ids_of_rows])
-    return torch.from_numpy(indices).to(device), torch.from_numpy(columns).to(device)
+    columns = np.concatenate([np.asarray(ids, np.int64) for ids in ids_of_rows]) - first_token
+    is_local = (columns >= 0) & (columns < logits.shape[1])
+    row, column = (
+        torch.from_numpy(each[is_local]).to(logits.device) for each in (indices, columns)
+    )
+    return _Entries((row, column), is_local)
 
 
-def _add_logit_bias(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+def _add_logit_bias(logits: Tensor, rows: Sequence[SampleRow], first_token: int) -> None:
     biases = [row.params.logit_bias for row in rows]
     if any(biases):
-        entries = _coordinates([[token for token, _ in bias] for bias in biases], logits.device)
-        values = [value for bias in biases for _, value in bias]
-        logits[entries] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        ids = [[token for token, _ in bias] for bias in biases]
+        entries = _find_entries(ids, logits, first_token)
+        values = np.array([value for bias in biases for _, value in bias])[entries.is_local]
+        logits[entries.indices] += torch.from_numpy(values).to(logits.device, logits.dtype)
 
 
-def _mask_disallowed(logits: Tensor, row: SampleRow) -> None:
-    """Mask the tokens of one row [v] that the parameters or the grammar do not allow, in place."""
+def _mask_disallowed(logits: Tensor, row: SampleRow, first_token: int) -> None:
+    """Mask the tokens of one row [v_local] that the parameters or the grammar do not allow, in
+    place."""
     if row.params.allowed_token_ids is not None:
+        columns = np.array(row.params.allowed_token_ids, np.int64) - first_token
+        columns = columns[(columns >= 0) & (columns < len(logits))]
         disallowed = torch.ones_like(logits, dtype=torch.bool)
-        disallowed[torch.tensor(row.params.allowed_token_ids, device=logits.device)] = False
+        disallowed[torch.from_numpy(columns).to(logits.device)] = False
         logits.masked_fill_(disallowed, MASKED)
     if row.grammar_mask is not None:
-        logits.masked_fill_(~row.grammar_mask[: len(logits)], MASKED)
+        logits.masked_fill_(~row.grammar_mask[first_token : first_token + len(logits)], MASKED)
 
 
 def _find_banned_tokens(row: SampleRow) -> list[int]:
@@ -334,21 +365,24 @@ def _find_banned_tokens(row: SampleRow) -> list[int]:
     return banned
 
 
-def _apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+def _apply_penalties(logits: Tensor, rows: Sequence[SampleRow], first_token: int) -> None:
     if not any(row.params.has_penalties for row in rows):
         return
     nothing = TokenCounts(())
     counts_of_rows = [_count_tokens(row) if row.params.has_penalties else nothing for row in rows]
     sizes = [len(row_counts.ids) for row_counts in counts_of_rows]
-    entries = _coordinates([row_counts.ids for row_counts in counts_of_rows], logits.device)
+    ids = [row_counts.ids for row_counts in counts_of_rows]
+    entries, is_local = _find_entries(ids, logits, first_token)
+
+    def select_local(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values[is_local]).to(logits.device, logits.dtype)
 
     def spread(values: list[float]) -> Tensor:
-        repeated = torch.from_numpy(np.repeat(np.array(values, np.float64), sizes))
-        return repeated.to(logits.device, logits.dtype)
+        return select_local(np.repeat(np.array(values, np.float64), sizes))
 
-    output_counts = torch.from_numpy(
+    output_counts = select_local(
         np.concatenate([row_counts.output_counts for row_counts in counts_of_rows])
-    ).to(logits.device, logits.dtype)
+    )
     repetition = spread([row.params.repetition_penalty for row in rows])
     values = logits[entries]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -386,85 +420,177 @@ def _has_filters(params: SamplingParams) -> bool:
     return bool(filters) and not params.is_greedy
 
 
-def filter_logits(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Set the logits [rows, v] of tokens outside of top_k, then top_p, then min_p to -inf, in
+def filter_logits(logits: Tensor, params: Sequence[SamplingParams], vocab: VocabSlice) -> None:
+    """Set the logits [rows, v_local] of tokens outside of top_k, then top_p, then min_p to -inf, in
     place; the most likely token always remains.
 
     The logits are not divided by the temperature, but top_p and min_p concern the probabilities at
-    the temperature. top_k keeps ties with the k-th value; of ties at the border of top_p the lowest
+    the temperature. top_k keeps ties with the k-th value; of ties at the limit of top_p the lowest
     ids remain. Greedy rows are not filtered.
+
+    Each rank lists its largest logits. They suffice for top_k and min_p; top_p lists more of the
+    rows that need more, in the end all of them.
     """
-    for row_logits, row in zip(logits, params, strict=True):
-        if _has_filters(row):
-            _filter_row(row_logits, row)
+    undecided = [index for index, row in enumerate(params) if _has_filters(row)]
+    totals = logits.new_zeros(len(params))
+    for index in undecided:
+        if _counts_all_probabilities(params[index]):
+            totals[index] = (logits[index] / params[index].temperature).logsumexp(0)
+    num_candidates = -(-TOP_P_CANDIDATES // vocab.group.size)
+    while undecided:
+        limits = [_count_candidates(params[index], num_candidates) for index in undecided]
+        lists = [
+            _list_largest(logits[index], params[index], min(limit, vocab.max_columns))
+            for index, limit in zip(undecided, limits, strict=True)
+        ]
+        gathered = vocab.gather(torch.cat([totals[undecided], *lists]))
+        bounds = pairwise(accumulate(map(len, lists), initial=len(undecided)))
+        pending = []
+        for place, (index, (start, stop)) in enumerate(zip(undecided, bounds, strict=True)):
+            threshold = find_threshold(gathered[:, place], gathered[:, start:stop], params[index])
+            if threshold is None:
+                pending.append(index)
+            else:
+                _mask_outside(logits[index], threshold, vocab.group.rank)
+        undecided, num_candidates = pending, 16 * num_candidates
 
 
-def _filter_row(logits: Tensor, params: SamplingParams) -> None:
-    """Filter the logits [v] of one row, in place: find the lowest one that remains."""
-    lowest, k = MASKED, params.active_top_k
-    candidates: Tensor | None = None  # all tokens that top_k keeps, in descending order
-    if k is not None and k < len(logits):
-        largest = logits.topk(k + 1).values
-        lowest, next_one = largest[k - 1 :].tolist()
-        if lowest > next_one:
-            candidates = largest[:k]
-        else:
-            logits.masked_fill_(logits < lowest, MASKED)
+def _counts_all_probabilities(params: SamplingParams) -> bool:
+    """Return whether top_p applies to all tokens, and not only to those that top_k keeps."""
+    return params.active_top_p is not None and params.active_top_k is None
+
+
+def _count_candidates(params: SamplingParams, num_candidates: int) -> int:
+    """Return how many of the largest logits of a rank the filters of a row need; 0: only the
+    largest."""
+    if params.active_top_k is not None:
+        return params.active_top_k
+    return 0 if params.active_top_p is None else num_candidates
+
+
+def _list_largest(logits: Tensor, params: SamplingParams, size: int) -> Tensor:
+    """List the largest logits of a row [v_local], for `find_threshold`: [size + 2].
+
+    These are the `size` + 1 largest logits in descending order, then -inf, and at last the number
+    of logits that are known to equal the one before it.
+    """
+    num_listed = min(size + 1, len(logits))
+    # topk of one takes much longer
+    largest = logits.amax(0, keepdim=True) if num_listed == 1 else logits.topk(num_listed).values
+    largest = pad(largest, (0, size + 2 - num_listed), value=MASKED)
+    if params.active_top_k is not None:
+        previous, last = largest[-3:-1].tolist()
+        largest[-1] = 0
+        if previous == last > MASKED:  # and may equal the k-th one of all ranks
+            searched = largest if params.active_top_p is None else logits
+            largest[-1] = (searched == last).sum()
+    else:
+        largest[-1] = params.active_top_p is None
+    return largest
+
+
+class LogitThreshold(NamedTuple):
+    """The tokens of a row that remain."""
+
+    lowest: float
+    """The lowest logit that remains."""
+
+    num_ties: list[int] | None = None
+    """By rank, how many of the logits equal to it remain, those of the lowest ids; unset: all."""
+
+
+def find_threshold(
+    totals: NDArray[np.float64], lists: NDArray[np.float64], params: SamplingParams
+) -> LogitThreshold | None:
+    """Return the tokens that the filters keep of a row; None if the lists are too short.
+
+    totals: [tp], the log-sum-exp of every rank at the temperature, if
+    `_counts_all_probabilities`; lists: [tp, size + 2], see `_list_largest`.
+    """
+    largest, num_equal = lists[:, :-1], lists[:, -1].astype(np.int64)
+    last = largest[:, -1]
+    # a rank lists all logits above its last one, and those equal to it if it counts them
+    known = [
+        np.concatenate([values[values > end], np.full(count, end)])
+        for values, end, count in zip(largest, last, num_equal, strict=True)
+    ]
+    limit = last.max()
+    is_limit_known = bool((num_equal[last == limit] > 0).all())
+    ordered = -np.sort(-np.concatenate(known), kind="stable")  # linear for sorted parts
+    ordered = ordered[ordered >= limit if is_limit_known else ordered > limit]
+    if not len(ordered):  # all tokens are masked
+        return LogitThreshold(MASKED)
+    threshold, k, temperature = LogitThreshold(MASKED), params.active_top_k, params.temperature
+    if k is not None and k <= len(ordered):
+        threshold = LogitThreshold(float(ordered[k - 1]))
+        ordered = ordered[ordered >= threshold.lowest]
     if params.active_top_p is not None:
-        lowest = _filter_top_p(logits, candidates, params.temperature, params.active_top_p)
-    if params.min_p > 0:
-        top = float(logits.max())
-        lowest = max(lowest, top + params.temperature * math.log(params.min_p))
-    logits.masked_fill_(logits < lowest, MASKED)
-
-
-def _filter_top_p(
-    logits: Tensor, candidates: Tensor | None, temperature: float, top_p: float
-) -> float:
-    """Return the lowest logit that top_p keeps of a row [v]; ties with it that are not kept are
-    masked in place.
-
-    candidates: all tokens to select from, in descending order. Unset: all of the row, of which only
-    as many are sorted as are needed.
-    """
-    pool = logits if candidates is None else candidates
-    total = (pool / temperature).logsumexp(0)
-    size = TOP_P_CANDIDATES
-    while True:
-        ordered = logits.topk(min(size, len(logits))).values if candidates is None else candidates
-        cumulative = (ordered / temperature - total).exp().cumsum(0)
+        total = np.logaddexp.reduce(totals if k is None else ordered / temperature)
+        cumulative = np.exp(ordered / temperature - total).cumsum()
         # a token remains if the probability of the tokens before it is at most top_p
-        num_kept = 1 + int((cumulative[:-1] <= top_p).sum())
-        if num_kept < len(ordered) or len(ordered) == len(pool):
-            break
-        size *= 16
-    lowest = ordered[num_kept - 1]
-    if num_kept < len(ordered) and bool(ordered[num_kept] == lowest):
-        ties = (logits == lowest).nonzero().squeeze(1)
-        logits[ties[num_kept - int((ordered > lowest).sum()) :]] = MASKED
-    return float(lowest)
+        num_kept = 1 + int((cumulative[:-1] <= params.active_top_p).sum())
+        if num_kept == len(ordered) and k is None and limit > MASKED:
+            return None
+        threshold = _cut_ties(known, ordered, num_kept)
+    if params.min_p > 0:
+        lowest = float(ordered[0]) + temperature * math.log(params.min_p)
+        threshold = threshold if threshold.lowest >= lowest else LogitThreshold(lowest)
+    return threshold
+
+
+def _cut_ties(
+    known: Sequence[NDArray[np.float64]], ordered: NDArray[np.float64], num_kept: int
+) -> LogitThreshold:
+    """Return the threshold that keeps the first `num_kept` of logits in descending order.
+
+    known: the logits by rank.
+    """
+    lowest = float(ordered[num_kept - 1])
+    if num_kept == len(ordered) or ordered[num_kept] < lowest:
+        return LogitThreshold(lowest)
+    remaining = num_kept - int((ordered > lowest).sum())
+    num_ties = []
+    for values in known:
+        num_ties.append(min(int((values == lowest).sum()), remaining))
+        remaining -= num_ties[-1]
+    return LogitThreshold(lowest, num_ties)
+
+
+def _mask_outside(logits: Tensor, threshold: LogitThreshold, rank: int) -> None:
+    """Mask the tokens of a row [v_local] that do not remain, in place."""
+    if threshold.num_ties is not None:
+        ties = (logits == threshold.lowest).nonzero().squeeze(1)
+        logits[ties[threshold.num_ties[rank] :]] = MASKED
+    bounds = torch.tensor([threshold.lowest, MASKED], dtype=logits.dtype)
+    # keeps what is above its argument, in a third of the time of a comparison and masked_fill_
+    torch.threshold_(logits, float(torch.nextafter(*bounds)), MASKED)
 
 
 # --- log-probs
 
 
-def _compute_row_logprobs(
-    logits: Tensor,
-    processed: Mapping[int, Tensor],
-    rows: Sequence[SampleRow],
-    tokens: Mapping[int, int],
-) -> dict[int, TokenLogprobs]:
-    """Return the log-probs of the rows that request them, by row.
+class _LogprobRows(NamedTuple):
+    """Rows of a batch that request log-probs."""
+
+    indices: list[int]
+    logits: Tensor
+    """[rows, v_local]: their log-softmax is requested."""
+
+
+def _select_logprob_rows(
+    logits: Tensor, processed: Mapping[int, Tensor], rows: Sequence[SampleRow]
+) -> list[_LogprobRows]:
+    """Return the rows that request log-probs of the model, and of the processed distribution.
 
     Processed log-probs of greedy rows are those at temperature 1, since the distribution has a
     single token otherwise.
     """
-    result: dict[int, TokenLogprobs] = {}
+    result: list[_LogprobRows] = []
     for mode in ("raw", "processed"):
         indices = [
             index
-            for index in sorted(tokens)
-            if rows[index].params.logprobs is not None and rows[index].params.logprobs_mode == mode
+            for index, row in enumerate(rows)
+            if row.params.logprobs is not None and row.params.logprobs_mode == mode
         ]
         if not indices:
             continue
@@ -479,74 +605,31 @@ def _compute_row_logprobs(
                     for index, scale in zip(indices, scales, strict=True)
                 ]
             )
-        logprobs = compute_logprobs(
-            group,
-            [tokens[index] for index in indices],
-            [rows[index].params.logprobs or 0 for index in indices],
-        )
-        result |= zip(indices, logprobs, strict=True)
+        result.append(_LogprobRows(indices, group))
     return result
 
 
-def prompt_logprobs(
-    logits: Tensor, next_tokens: Sequence[int], top_n: int, *, vocab_size: int
-) -> list[TokenLogprobs]:
-    """Return the log-probs of prompt tokens: row i of logits [k, v] predicts `next_tokens[i]`.
-
-    A prompt of p tokens has p - 1 of them; its chunks may be passed one after the other.
-
-    Raises:
-        CheckpointError: a logit is not finite.
-    """
-    logits = _in_fp32(logits)[:, :vocab_size]
-    if not all(_find_finite_rows(logits)):
-        raise CheckpointError(
-            "the logits of the prompt are not finite, so the weights have probably diverged. "
-            "Use an earlier checkpoint."
-        )
-    return compute_logprobs(logits, next_tokens, [top_n] * len(next_tokens))
-
-
-def compute_logprobs(
-    logits: Tensor, tokens: Sequence[int], top_n: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Return the log-prob of one token per row of logits [rows, v], fp32 or float64, and of the
-    row's `top_n` most likely tokens; -inf logits have the log-prob -inf."""
-    result: list[TokenLogprobs] = []
-    for start in range(0, len(tokens), LOGPROB_ROWS):
-        stop = start + LOGPROB_ROWS
-        result += _compute_chunk_logprobs(logits[start:stop], tokens[start:stop], top_n[start:stop])
-    return result
-
-
-def _compute_chunk_logprobs(
-    logits: Tensor, tokens: Sequence[int], top_n: Sequence[int]
-) -> list[TokenLogprobs]:
-    totals = logits.logsumexp(-1, keepdim=True)
-    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    ranks = ((logits > chosen).sum(-1) + 1).tolist()
-    logprobs = (chosen - totals).squeeze(1).tolist()
-    size = min(max(top_n) + 1, logits.shape[1]) if max(top_n) > 0 else 0
-    values, ids = logits.topk(size)
-    top_values, top_ids, top_logits = (values - totals).tolist(), ids.tolist(), values.tolist()
-    result = []
-    for row, (token, count) in enumerate(zip(tokens, top_n, strict=True)):
-        entries = list(zip(top_ids[row], top_values[row], strict=True))
-        if 0 < count < size and top_logits[row][count - 1] == top_logits[row][count]:
-            entries = _resolve_ties(logits[row], entries, count)
-        entries = sorted(entries[:count], key=lambda entry: (-entry[1], entry[0]))
-        top = dict(entries)
-        top.setdefault(token, logprobs[row])
-        result.append(TokenLogprobs(token, logprobs[row], ranks[row], top))
-    return result
-
-
-def _resolve_ties(
-    logits: Tensor, entries: list[tuple[int, float]], count: int
-) -> list[tuple[int, float]]:
-    """Return the `count` most likely tokens of a row [v] whose last one has ties: the lowest ids of
-    them. entries: its most likely tokens with their log-probs, in order."""
-    lowest, logprob = logits[entries[count - 1][0]], entries[count - 1][1]
-    above = [(token, value) for token, value in entries if bool(logits[token] > lowest)]
-    ties = (logits == lowest).nonzero().squeeze(1)[: count - len(above)].tolist()
-    return above + [(token, logprob) for token in ties]
+def _compute_row_logprobs(
+    requests: Sequence[_LogprobRows],
+    winners: Sequence[_Winner],
+    rows: Sequence[SampleRow],
+    vocab: VocabSlice,
+) -> dict[int, TokenLogprobs]:
+    """Return the log-probs of the rows that request them and have no error, by row."""
+    parts: list[Tensor] = []
+    indices: list[int] = []
+    for request in requests:
+        valid = [place for place, i in enumerate(request.indices) if winners[i].is_valid]
+        if valid:
+            parts.append(_select_rows(request.logits, valid))
+        indices += [request.indices[place] for place in valid]
+    if not indices:
+        return {}
+    logprobs = compute_logprobs(
+        parts,
+        [winners[index].token for index in indices],
+        [winners[index].logit for index in indices],
+        [rows[index].params.logprobs or 0 for index in indices],
+        vocab,
+    )
+    return dict(zip(indices, logprobs, strict=True))

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 from megalith.errors import CheckpointError
+from megalith.infer.logprobs import prompt_logprobs
 from megalith.infer.outputs import PromptLogprobs, StepResults
 from megalith.infer.requests import DraftedRow, InFlightStep, RequestChoice, make_sample_row
 from megalith.infer.runner import StepLogits
-from megalith.infer.sample import SampledToken, prompt_logprobs, sample_tokens
+from megalith.infer.sample import SampledToken, sample_tokens
 from megalith.infer.structured_output import GrammarError, compute_masks
+from megalith.infer.vocab_slice import VocabSlice
 from megalith.plan.serving.scheduler import PlannedRow, StepPlan
 
 
 def compute_results(
-    step: InFlightStep, logits: StepLogits, choices: Mapping[int, RequestChoice], *, vocab_size: int
+    step: InFlightStep, logits: StepLogits, choices: Mapping[int, RequestChoice], vocab: VocabSlice
 ) -> StepResults:
     """Compute the sampled tokens, log-probs of prompts and embeddings of a step from its logits;
     `choices`: by sequence."""
     results = StepResults()
     for number, prompt_rows in logits.prompt.items():
-        results.prompts[number] = _compute_prompt(
-            step.plan, choices[number], prompt_rows, vocab_size=vocab_size
-        )
+        results.prompts[number] = _compute_prompt(step.plan, choices[number], prompt_rows, vocab)
     for row in step.plan.rows:
         hidden = logits.prompt_hidden.get(row.seq_id)
         if hidden is not None:
@@ -46,7 +46,7 @@ def compute_results(
         selected = _select(
             logits.next_token, [index for each, _ in valid for index in each.positions]
         )
-        sampled = iter(sample_tokens(selected, rows, vocab_size=vocab_size))
+        sampled = iter(sample_tokens(selected, rows, vocab))
     for each, mask in zip(step.drafted, masks, strict=True):
         if isinstance(mask, SampledToken):
             results.sampled.append([mask])
@@ -68,7 +68,7 @@ def _compute_masks(row: DraftedRow, device: torch.device) -> Tensor | SampledTok
 
 
 def _compute_prompt(
-    plan: StepPlan, choice: RequestChoice, logits: Tensor, *, vocab_size: int
+    plan: StepPlan, choice: RequestChoice, logits: Tensor, vocab: VocabSlice
 ) -> PromptLogprobs:
     """Compute the log-probs of the prompt tokens after the processed ones. A preempted request
     processes its prompt again; those that are recorded are not computed."""
@@ -80,7 +80,7 @@ def _compute_prompt(
     new = logits[first - start :]
     next_tokens = request.output.prompt_token_ids[first + 1 : first + 1 + len(new)]
     try:
-        values = prompt_logprobs(new, next_tokens, top_n, vocab_size=vocab_size)
+        values = prompt_logprobs(new, next_tokens, top_n, vocab)
     except CheckpointError as error:
         return PromptLogprobs(first, [], str(error))
     return PromptLogprobs(first, values)

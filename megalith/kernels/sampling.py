@@ -73,6 +73,9 @@ def reference_gumbel_argmax(
 ) -> GumbelArgmax:
     """Reference implementation of `gumbel_argmax` in plain PyTorch operations, in float64."""
     wide = logits.double()
+    if not logits.shape[1]:  # a slice that is only padding
+        ids = torch.full((len(wide),), -1, device=wide.device)
+        return GumbelArgmax(wide.new_full(ids.shape, float("-inf")), ids, torch.zeros_like(ids))
     tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     scale = torch.tensor(temperatures, dtype=torch.float64, device=logits.device).unsqueeze(1)
     noise = gumbel_noise(torch.tensor(keys, device=logits.device), tokens)

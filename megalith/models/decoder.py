@@ -279,13 +279,6 @@ class Decoder(nn.Module):
         tensor-parallel ranks."""
         return self.outputs(ids, inputs).loss(labels)
 
-    def logits(
-        self, ids: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache], wanted: Tensor
-    ) -> Tensor:
-        """Return logits [len(wanted), vocab_size] at the positions `wanted`; every rank must have
-        all tokens (no sp)."""
-        return self.head.logits(self.hidden_states(ids, inputs, caches)[wanted])
-
 
 def build_chunks(context: BuildContext) -> list[Decoder]:
     """Return the model chunks of this pipeline rank, by chunk number; without a pipeline the whole

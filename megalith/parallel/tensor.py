@@ -397,7 +397,8 @@ class VocabParallelHead(nn.Module):
         """Evaluation loss, -log p(label), whatever the training loss is."""
         self.single_losses = backends.bind("cross_entropy", token_losses)
         self.grad_accumulator: GroupedGradAccumulator | None = None
-        self.row_sizes = split_evenly(weight.shard.shape[0], tp_comm.group.size)
+        self.max_rows = max(split_evenly(weight.shard.shape[0], tp_comm.group.size))
+        """Largest number of rows of a rank."""
         if tied is None:
             register_param(self, "weight", weight, dtype=dtype)
         else:
@@ -456,14 +457,11 @@ class VocabParallelHead(nn.Module):
         return greedy_tokens(self.tp_comm.prepare_input(x), self.weight, self.vocab_shard)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the gathered logits: x [t, h] on every rank -> [t, vocab_size] on every rank; for
-        sampling, without gradient."""
+        """Return the logits of the local rows of the vocabulary, without padding: x [t, h] on every
+        rank -> [t, v_local]; for sampling, without gradient."""
         products = linear(x, self.accumulated_parameters(), matmul_ops=self.vocab.matmul_ops)
         logits = self.vocab.logit_transform.scores(products)
-        if self.tp_comm.group.size > 1:  # gathering rows of the vocabulary costs two transposes
-            rows = all_gather(logits.T.contiguous(), self.tp_comm.group, sizes=self.row_sizes)
-            logits = rows.T.contiguous()
-        return logits[:, : self.vocab.vocab_size]
+        return logits[:, : max(0, self.vocab.vocab_size - self.vocab.first_row)]
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""

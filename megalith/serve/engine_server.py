@@ -20,8 +20,8 @@ from megalith.config.generation import (
 from megalith.errors import UserError
 from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
 from megalith.infer.engine import InferenceEngine, deadline_error
+from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
-from megalith.infer.sample import TokenLogprobs
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
 from megalith.parallel.group import Group, single_rank_group

@@ -23,14 +23,21 @@ from megalith.infer.speculative import (
     Speculator,
     check_speculation,
 )
+from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
+from megalith.parallel.group import single_rank_group
 from megalith.plan.serving.cache_layout import AttentionView, plan_cache_layout
 from megalith.plan.serving.scheduler import PlannedRow
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
 SAMPLED = SamplingParams(max_new_tokens=20, seed=7, logprobs=0)
+
+
+def whole_vocab(size: int) -> VocabSlice:
+    """Return the vocabulary of one process."""
+    return VocabSlice(single_rank_group("tp"), 0, size, size)
 
 
 def build(

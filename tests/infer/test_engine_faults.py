@@ -12,10 +12,12 @@ from megalith.config.generation import SamplingParams
 from megalith.infer import requests, step_results
 from megalith.infer import runner as runner_module
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.logprobs import prompt_logprobs
 from megalith.infer.outputs import PromptLogprobs
 from megalith.infer.requests import Request, RequestChoice
 from megalith.infer.runner import PromptNeeds
-from megalith.infer.sample import TokenCounts, prompt_logprobs
+from megalith.infer.sample import TokenCounts
+from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.plan.serving.scheduler import Scheduler, StepPlan
@@ -87,12 +89,12 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 18: those of a preempted request are added again."""
 
     def compute(
-        plan: StepPlan, choice: RequestChoice, logits: torch.Tensor, *, vocab_size: int
+        plan: StepPlan, choice: RequestChoice, logits: torch.Tensor, vocab: VocabSlice
     ) -> PromptLogprobs:
         start = next(row.start for row in plan.rows if row.seq_id == choice.state.seq_id)
         prompt = choice.request.output.prompt_token_ids
         next_tokens = prompt[start + 1 : start + 1 + len(logits)]
-        return PromptLogprobs(start, prompt_logprobs(logits, next_tokens, 0, vocab_size=vocab_size))
+        return PromptLogprobs(start, prompt_logprobs(logits, next_tokens, 0, vocab))
 
     def add(self: InferenceEngine, request: Request, prompt: PromptLogprobs) -> list[Any]:
         assert request.output.prompt_logprobs is not None

@@ -13,19 +13,19 @@ from torch import Tensor
 from megalith.config.generation import SamplingParams
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError
-from megalith.infer import sample
+from megalith.infer import logprobs, sample
+from megalith.infer.logprobs import compute_logprobs, prompt_logprobs
 from megalith.infer.sample import (
     SampledToken,
     SampleRow,
     TokenCounts,
-    compute_logprobs,
     encode_bad_words,
     filter_logits,
     process_logits,
-    prompt_logprobs,
     sample_tokens,
 )
 from tests.cases import loop_over
+from tests.infer.engines import whole_vocab
 
 V = 97
 PROMPT, OUTPUT = [3, 5, 3, 8, 20], [5, 9, 9, 9, 40]
@@ -44,7 +44,7 @@ def build_row(position: int = 10, *, seed: int = 7, choice: int = 0, **values: A
 
 
 def draw(logits: Tensor, rows: Sequence[SampleRow], vocab_size: int = V) -> list[int]:
-    sampled = sample_tokens(logits, rows, vocab_size=vocab_size)
+    sampled = sample_tokens(logits, rows, whole_vocab(vocab_size))
     assert [one.error for one in sampled] == [None] * len(rows)
     return [one.token for one in sampled]
 
@@ -123,7 +123,7 @@ def test_kept_sets_equal_those_of_transformers(values: dict[str, Any]) -> None:
         [process_with_transformers(x, row, (0, 50)) for x, row in zip(logits, rows, strict=True)]
     )
     process_logits(logits, rows)
-    filter_logits(logits, [row.params for row in rows])
+    filter_logits(logits, [row.params for row in rows], whole_vocab(V))
     temperatures = torch.tensor([row.params.temperature for row in rows]).double()
     kept = logits.isfinite()
     assert torch.equal(kept, expected.isfinite())
@@ -137,11 +137,11 @@ def test_top_p_needs_more_candidates_than_it_sorts_at_first(
     logits = random_logits(40, scale=1.0)
     params = [SamplingParams(top_p=0.02 + 0.024 * row, top_k=70) for row in range(40)]
     expected = logits.clone()
-    filter_logits(expected, params)
+    filter_logits(expected, params, whole_vocab(V))
     for size in (1, 2, 5):
         monkeypatch.setattr(sample, "TOP_P_CANDIDATES", size)
         filtered = logits.clone()
-        filter_logits(filtered, params)
+        filter_logits(filtered, params, whole_vocab(V))
         assert torch.equal(filtered, expected)
     assert expected.isfinite().sum(-1).unique().numel() > 20
 
@@ -155,7 +155,7 @@ def test_ties_are_kept_by_top_k_and_cut_by_top_p_from_the_highest_id() -> None:
         (SamplingParams(top_p=0.5, top_k=2), [0, 1, 2]),
     ):
         logits = row.clone() if params.top_p is None else torch.full((5,), 1.5)
-        filter_logits(logits.unsqueeze(0), [params])
+        filter_logits(logits.unsqueeze(0), [params], whole_vocab(len(logits)))
         assert logits.isfinite().nonzero().flatten().tolist() == kept
 
 
@@ -238,7 +238,7 @@ def test_samples_have_the_processed_probabilities(values: dict[str, Any]) -> Non
     processed = logits.clone().unsqueeze(0)
     row = build_row(**values)
     process_logits(processed, [row])
-    filter_logits(processed, [row.params])
+    filter_logits(processed, [row.params], whole_vocab(12))
     expected = (processed[0] / row.params.temperature).softmax(-1)
     shares = draw_shares(logits.float(), count, **values).double()
     removed = expected == 0
@@ -280,12 +280,12 @@ def test_noise_is_keyed_by_the_request_and_not_by_the_row() -> None:
     """Planted fault 13: noise keyed by row instead of request."""
     rows = [build_row(20, **{"seed": row} | values) for row, values in enumerate(MIXED)]
     logits = random_logits(len(rows), scale=0.5).float()
-    batch = sample_tokens(logits, rows, vocab_size=V)
+    batch = sample_tokens(logits, rows, whole_vocab(V))
     for order in ([*range(len(rows))][::-1], [3, 0, 6, 1]):
-        part = sample_tokens(logits[order], [rows[index] for index in order], vocab_size=V)
+        part = sample_tokens(logits[order], [rows[index] for index in order], whole_vocab(V))
         assert part == [batch[index] for index in order]
     alone = [
-        sample_tokens(logits[index : index + 1], [row], vocab_size=V)[0]
+        sample_tokens(logits[index : index + 1], [row], whole_vocab(V))[0]
         for index, row in enumerate(rows)
     ]
     assert alone == batch
@@ -334,18 +334,18 @@ def test_padded_vocabulary_ids_are_never_sampled() -> None:
     logits[:, V:] = 1e4
     logits[:, V + 3] = float("nan")
     rows = [build_row(row, **values) for row, values in enumerate(MIXED)]
-    sampled = sample_tokens(logits, rows, vocab_size=V)
-    assert sampled == sample_tokens(logits[:, :V].clone(), rows, vocab_size=V)
+    sampled = sample_tokens(logits, rows, whole_vocab(V))
+    assert sampled == sample_tokens(logits[:, :V].clone(), rows, whole_vocab(V))
     assert all(one.error is None and 0 <= one.token < V for one in sampled)
-    entries = prompt_logprobs(logits, [1] * len(rows), 20, vocab_size=V)
+    entries = prompt_logprobs(logits, [1] * len(rows), 20, whole_vocab(V))
     assert all(max(entry.top_logprobs) < V for entry in entries)
 
 
 def test_bf16_logits_are_processed_in_fp32() -> None:
     logits = random_logits(len(MIXED)).bfloat16()
     rows = [build_row(row, **values) for row, values in enumerate(MIXED)]
-    sampled = sample_tokens(logits, rows, vocab_size=V)
-    assert sampled == sample_tokens(logits.float(), rows, vocab_size=V)
+    sampled = sample_tokens(logits, rows, whole_vocab(V))
+    assert sampled == sample_tokens(logits.float(), rows, whole_vocab(V))
 
 
 # --- counts of tokens
@@ -410,7 +410,7 @@ def test_logprobs_are_those_of_the_model_or_of_the_processed_distribution() -> N
             build_row(**values, logprobs_mode="processed"),
             build_row(**values | {"logprobs": None}),
         ],
-        vocab_size=V,
+        whole_vocab(V),
     )
     assert raw.token == processed.token == without.token and without.logprobs is None
     assert raw.logprobs is not None and processed.logprobs is not None
@@ -434,11 +434,14 @@ def test_logprobs_are_those_of_the_model_or_of_the_processed_distribution() -> N
 
 def test_chosen_token_is_included_outside_of_the_most_likely_ones() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 1.0, 1.0]])
-    first, second, third = compute_logprobs(logits, [3, 0, 3], [2, 2, 3])
+    vocab = whole_vocab(4)
+    first, second, third = compute_logprobs(
+        [logits[:1], logits[1:]], [3, 0, 3], [0.0, 0.0, 1.0], [2, 2, 3], vocab
+    )
     assert list(first.top_logprobs) == [0, 1, 3] and first.rank == 4
     assert list(second.top_logprobs) == [0, 1] and second.rank == 1  # the lowest ids of equals
     assert list(third.top_logprobs) == [1, 0, 2, 3] and third.rank == 2
-    (only,) = compute_logprobs(logits[:1], [2], [0])
+    (only,) = compute_logprobs([logits[:1]], [2], [3.0], [0], vocab)
     assert only.top_logprobs == {2: only.logprob}
 
 
@@ -450,12 +453,12 @@ def test_prompt_logprobs_belong_to_the_next_token_in_any_chunks(
     logits = random_logits(29)
     expected = logits.log_softmax(-1)[torch.arange(29), torch.tensor(prompt[1:])]
     for rows, borders in ((64, (0, 29)), (4, (0, 7, 8, 29)), (1, (0, 29))):
-        monkeypatch.setattr(sample, "LOGPROB_ROWS", rows)
+        monkeypatch.setattr(logprobs, "LOGPROB_ROWS", rows)
         entries = [
             entry
             for first, last in itertools.pairwise(borders)
             for entry in prompt_logprobs(
-                logits[first:last], prompt[first + 1 : last + 1], 3, vocab_size=V
+                logits[first:last], prompt[first + 1 : last + 1], 3, whole_vocab(V)
             )
         ]
         assert [entry.token for entry in entries] == prompt[1:]
@@ -464,13 +467,13 @@ def test_prompt_logprobs_belong_to_the_next_token_in_any_chunks(
         for row, entry in zip(logits, entries, strict=True):
             assert list(entry.top_logprobs)[:3] == row.topk(3).indices.tolist()
     with pytest.raises(CheckpointError, match="not finite.*Use an earlier checkpoint"):
-        prompt_logprobs(logits.fill_(float("nan")), prompt[1:], 0, vocab_size=V)
+        prompt_logprobs(logits.fill_(float("nan")), prompt[1:], 0, whole_vocab(V))
 
 
 def test_greedy_processed_logprobs_are_those_at_temperature_one() -> None:
     logits = random_logits(1)
     row = build_row(temperature=0.0, top_k=3, logprobs=0, logprobs_mode="processed")
-    (sampled,) = sample_tokens(logits, [row], vocab_size=V)
+    (sampled,) = sample_tokens(logits, [row], whole_vocab(V))
     assert sampled.logprobs is not None
     assert sampled.logprobs.logprob == pytest.approx(float(logits.log_softmax(-1).max()))
 
@@ -482,11 +485,11 @@ def test_greedy_processed_logprobs_are_those_at_temperature_one() -> None:
 def test_logits_that_are_not_finite_are_an_error_of_their_row_only(bad: float) -> None:
     rows = [build_row(row, **values) for row, values in enumerate(MIXED)]
     logits = random_logits(len(rows)).float()
-    expected = sample_tokens(logits, rows, vocab_size=V)
+    expected = sample_tokens(logits, rows, whole_vocab(V))
     for index in range(len(rows)):
         broken = logits.clone()
         broken[index, 30] = bad
-        sampled = sample_tokens(broken, rows, vocab_size=V)
+        sampled = sample_tokens(broken, rows, whole_vocab(V))
         message = (
             f"the logits at position {index} are not finite, so the weights have probably "
             "diverged. Use an earlier checkpoint."
@@ -505,7 +508,7 @@ def test_masked_tokens_are_an_error_that_names_the_masks() -> None:
         build_row(4, top_k=3, min_p=0.5, top_p=0.5),
     ]
     logits = random_logits(4).float()
-    sampled = sample_tokens(logits, rows, vocab_size=V)
+    sampled = sample_tokens(logits, rows, whole_vocab(V))
     assert [one.error for one in sampled] == [
         "no token can be sampled at position 1: allowed_token_ids and bad_words mask all tokens. "
         "Allow at least one token.",
@@ -516,7 +519,7 @@ def test_masked_tokens_are_an_error_that_names_the_masks() -> None:
         None,
     ]
     assert [one.is_request_error for one in sampled] == [True, True, True, False]
-    assert sampled[3] == sample_tokens(logits[3:], rows[3:], vocab_size=V)[0]
+    assert sampled[3] == sample_tokens(logits[3:], rows[3:], whole_vocab(V))[0]
 
 
 def test_extreme_penalties_and_temperatures_stay_finite() -> None:
@@ -526,7 +529,7 @@ def test_extreme_penalties_and_temperatures_stay_finite() -> None:
         build_row(temperature=1e6, top_p=1e-9, min_p=1.0, logprobs=1, logprobs_mode="processed"),
         build_row(temperature=1e-8, top_p=0.5, top_k=3, logprobs=1, logprobs_mode="processed"),
     ]
-    sampled = sample_tokens(random_logits(4).float() * 1e3, rows, vocab_size=V)
+    sampled = sample_tokens(random_logits(4).float() * 1e3, rows, whole_vocab(V))
     assert all(one.error is None for one in sampled)
     logprobs = [one.logprobs.logprob for one in sampled if one.logprobs is not None]
     assert len(logprobs) == 3 and all(-1e9 < value <= 0 for value in logprobs)
