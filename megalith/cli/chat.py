@@ -18,7 +18,7 @@ from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
-from megalith.config.serve import EngineConfig, GenerateRun, engine_problems, pipeline_problems
+from megalith.config.serve import EngineConfig, GenerateRun, engine_problems, parallel_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     options = parse_options(ChatOptions, rest, prog="megalith chat", root=GenerateRun)
     run = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides)
     raise_all(option_problems(options) + engine_problems(run.engine))
-    raise_all(pipeline_problems(run.engine, run.parallel.pp))
+    raise_all(parallel_problems(run.engine, run.parallel))
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
@@ -232,6 +232,7 @@ def open_chat(
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
         config=run.engine,
+        parallel=run.parallel,
     )
     return Chat(generator, template, settings(options), run.engine, options.system)
 

@@ -20,7 +20,7 @@ from megalith.cli.output import print_json, print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import GenerateRun, engine_problems, pipeline_problems
+from megalith.config.serve import GenerateRun, engine_problems, parallel_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     options = parse_options(GenerateOptions, rest, prog="megalith generate", root=GenerateRun)
     run = apply_overrides(GenerateRun(), overrides)
     raise_all(option_problems(options) + engine_problems(run.engine))
-    raise_all(pipeline_problems(run.engine, run.parallel.pp))
+    raise_all(parallel_problems(run.engine, run.parallel))
     prompts = read_prompts(options)
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
@@ -221,6 +221,7 @@ def generate_all(
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
         config=run.engine,
+        parallel=run.parallel,
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()

@@ -151,6 +151,13 @@ class InferenceParallelConfig:
     pp: Annotated[int, Ge(1), Example(2)] = 1
     """Pipeline stages, each with a part of the layers; as many steps are in flight."""
 
+    dp: Annotated[int, Ge(1), Example(2)] = 1
+    """Data-parallel ranks, each with requests of its own. Those of a model with experts share the
+    experts, if their number is a multiple of tp x dp (DP attention)."""
+
+    sp: bool = False
+    """Sequence parallelism: between matmuls, each tensor-parallel rank has a part of the tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRun:
@@ -161,14 +168,21 @@ class GenerateRun:
     parallel: InferenceParallelConfig = field(default_factory=InferenceParallelConfig)
 
 
-def pipeline_problems(config: EngineConfig, pp: int) -> list[str]:
-    """Return a message for every setting of an engine that `pp` pipeline stages do not support."""
+def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -> list[str]:
+    """Return a message for every setting of an engine that its parallel layout does not support."""
     method = config.speculation.method
-    if pp == 1 or method not in ("draft_model", "mtp"):
+    if method not in ("draft_model", "mtp"):
         return []
+    reasons = {
+        "pp": (parallel.pp, 1, "drafts are proposed by one stage"),
+        "dp": (parallel.dp, 1, "drafts of some ranks only would change their collectives"),
+        "sp": (parallel.sp, False, "drafts have too few tokens to share"),
+    }
     return [
-        f"speculation.method={method} with parallel.pp={pp}: drafts are proposed by one stage. Set "
-        "speculation.method to ngram, or parallel.pp to 1."
+        f"speculation.method={method} with parallel.{name}={str(value).lower()}: {reason}. Set "
+        f"speculation.method to ngram, or parallel.{name} to {str(default).lower()}."
+        for name, (value, default, reason) in reasons.items()
+        if value != default
     ]
 
 

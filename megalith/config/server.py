@@ -12,7 +12,7 @@ from megalith.config.serve import (
     InferenceParallelConfig,
     Pooling,
     adapter_problems,
-    pipeline_problems,
+    parallel_problems,
     speculation_problems,
 )
 from megalith.errors import did_you_mean
@@ -115,7 +115,7 @@ def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
     problems = range_problems(run) + speculation_problems(run.engine.speculation)
-    problems += pipeline_problems(run.engine, run.parallel.pp)
+    problems += parallel_problems(run.engine, run.parallel)
     problems += adapter_problems(run.engine)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(

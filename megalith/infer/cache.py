@@ -103,6 +103,10 @@ def kv_bytes_per_token(
     return sizes
 
 
+PADDING = -1
+"""Sequence number of padding."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachePlan:
     """Which block tables and which storage each attention of a model uses."""
@@ -238,8 +242,11 @@ class PagedKVCache:
         block_size: int,
         batch_invariant: bool = False,
         kernel: BackendName = "auto",
+        has_padding: bool = False,
     ) -> None:
-        """`kernel`: backend of paged attention."""
+        """`kernel`: backend of paged attention; `has_padding`: whether steps may have padding,
+        which is stored in a block of its own."""
+        self._has_padding = has_padding
         self.plan, self.num_blocks, self.block_size = plan, num_blocks, block_size
         self.batch_invariant, self.kernel = batch_invariant, kernel
         self._pool: dict[tuple[int, str, tuple[int, int]], KVBlocks] = {}
@@ -254,10 +261,16 @@ class PagedKVCache:
         pool_key = slot, role, (heads, width)
         pool = self._pool.get(pool_key)
         if pool is None:
-            shape = self.num_blocks, heads, self.block_size, width
+            shape = self.num_blocks + self._has_padding, heads, self.block_size, width
             pool = allocate_blocks(shape, rows, TORCH_DTYPES.get(self.plan.dtype, rows.dtype))
             self._pool[pool_key] = pool
         return pool
+
+    def make_padding_row(self) -> PlannedRow:
+        """Return a row of one token that no request has."""
+        assert self._has_padding, "the cache has no block for padding"
+        tables = [[self.num_blocks]] * len(self.plan.layout.groups)
+        return PlannedRow(PADDING, 0, 1, samples=False, block_tables=tables)
 
     @property
     def num_bytes(self) -> int:
@@ -438,7 +451,8 @@ class PagedLayerCache:
         ]
         y, new_states = step(x, torch.stack(states))
         for request, state in zip(requests, new_states, strict=True):
-            self._cache.set_state(self._index, request, state)
+            if request != PADDING:
+                self._cache.set_state(self._index, request, state)
         return y
 
     def _store(self, role: str, rows: Tensor) -> KVBlocks:

@@ -126,7 +126,8 @@ class InferenceEngine:
         )
         """Compiles the grammars of requests. Compile on another thread first: `add_request`
         compiles synchronously."""
-        self._has_peers = model.tp_comm.group.size > 1 or runner.num_stages > 1
+        self._has_peers = runner.has_peers
+        self._peers_are_busy = runner.shares_experts  # until a step shows that none is
         self._in_flight: deque[InFlightStep] = deque()
         """Executed steps whose sampled tokens are not appended yet, oldest first."""
         self._requests: dict[int, Request] = {}
@@ -136,8 +137,9 @@ class InferenceEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running, or a step of ended ones is in flight."""
-        return bool(self._requests or self._in_flight)
+        """Whether any request is waiting or running, or a step of ended ones is in flight; also of
+        the ranks that share experts."""
+        return bool(self._requests or self._in_flight or self._peers_are_busy)
 
     def add_request(
         self,
@@ -237,7 +239,8 @@ class InferenceEngine:
 
     def step(self) -> list[TokenOutput]:
         """Execute one step; returns the generated tokens. Without anything to schedule it returns
-        at once. Pipeline stages start a step, and return the tokens of an earlier one.
+        at once. Pipeline stages start a step, and return the tokens of an earlier one. Ranks that
+        share experts execute as many steps as the one with most requests.
 
         An error fails the requests whose rows caused it, or all of the step if it is not known
         which; the others continue.
@@ -249,11 +252,14 @@ class InferenceEngine:
         return outputs
 
     def _start_step(self, outputs: list[TokenOutput]) -> bool:
-        """Plan and execute a step on this stage; returns whether it has rows."""
+        """Plan and execute a step on this stage; returns whether there is anything to execute."""
         drafts = self._propose_drafts()
         started = time.monotonic()
         plan = self.scheduler.schedule(drafts=drafts, max_rows=self._max_rows())
-        if not plan.rows:
+        self._peers_are_busy, is_executed = self.runner.agree_on_step(
+            is_busy=bool(self._requests or self._in_flight), has_rows=bool(plan.rows)
+        )
+        if not is_executed:
             self.scheduler.complete(plan)
             return False
         for row in plan.rows:
@@ -293,7 +299,7 @@ class InferenceEngine:
         seconds = time.monotonic() - step.started
         if self._speculator is not None:
             self._speculator.record_step(step.plan, seconds)
-        if self._callbacks:
+        if self._callbacks and step.plan.rows:
             self._notify("on_step", step.plan, self.scheduler.make_stats(), seconds)
 
     def _fail_step(

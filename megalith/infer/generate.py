@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import EngineConfig
@@ -10,6 +11,7 @@ from megalith.errors import CheckpointError, DataError
 from megalith.infer.load import TextGenerator, build_engine
 from megalith.infer.outputs import TokenOutput
 from megalith.infer.stopping_criteria import FinishReason
+from megalith.parallel.group import Group, gather_objects
 from megalith.plan.keys import key
 
 
@@ -97,7 +99,8 @@ def generate_text(
     """Generate continuations of all prompts; `show` gets the texts as they grow, in the order of
     the prompts. Prompt i is sampled with a seed derived from `params.seed` and i.
 
-    Called by every tensor-parallel rank with the same arguments.
+    Called by every rank with the same arguments. Data-parallel rank r generates from prompts r, r +
+    dp, ... and shows its texts; all return all transcripts.
 
     Raises:
         ConfigError: the sampling parameters are invalid, or the memory does not suffice.
@@ -111,7 +114,8 @@ def generate_text(
     ]
     engine = build_engine(generator, config or EngineConfig())
     number_of: dict[int, int] = {}
-    for index, ids in enumerate(encoded):
+    dp = generator.dp
+    for index, ids in islice(enumerate(encoded), dp.rank, None, dp.size):
         seeded = params
         if params.seed is not None:
             seeded = replace(params, seed=key(params.seed, "prompt", str(index)))
@@ -126,5 +130,20 @@ def generate_text(
             if output.finish_reason == "error":
                 raise output.cause or CheckpointError(f"prompt {index + 1}: {output.error}")
             transcripts[index].add(output)
-        show(printer.unread_text())
-    return transcripts
+        if dp.size == 1:
+            show(printer.unread_text())
+    return transcripts if dp.size == 1 else gather_transcripts(transcripts, dp, show)
+
+
+def gather_transcripts(
+    transcripts: Sequence[Transcript], dp: Group, show: Callable[[str], None]
+) -> list[Transcript]:
+    """Return the transcripts of all data-parallel ranks, and show their texts. Collective."""
+    gathered = gather_objects(list(transcripts), dp)
+    complete: list[Transcript] = []
+    for index in range(len(transcripts)):
+        own = gathered[index % dp.size]
+        assert isinstance(own, list)
+        complete.append(own[index])
+    show(OrderedPrinter(complete).unread_text())
+    return complete

@@ -26,7 +26,7 @@ from megalith.config.serve import (
     Quantization,
     SpeculationConfig,
     engine_problems,
-    pipeline_problems,
+    parallel_problems,
 )
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
@@ -86,6 +86,7 @@ from megalith.parallel.group import (
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.plan.grid import divisors, model_grid
 from megalith.plan.kernels import find_backend_spec, why_not
+from megalith.plan.shards import DENSE_AXES
 from megalith.plan.stages import plan_stages
 from megalith.rules.moe import expert_layout_problems
 from megalith.rules.run import check_kv_heads_fit_tp, model_problems
@@ -125,6 +126,12 @@ class TextGenerator:
     ranks: Group = SINGLE_RANK
     """Ranks that share the model."""
 
+    dp: Group = SINGLE_RANK
+    """Data-parallel ranks, which have requests of their own."""
+
+    expert_peers: Group = SINGLE_RANK
+    """Ranks with other requests that share experts, and the other tensor-parallel ranks."""
+
     link: PipelineLink | None = None
     """Connection to the other pipeline stages."""
 
@@ -152,56 +159,68 @@ def open_source(
         check_has_adapters(opened, base)
     raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
     raise_all(inference_layout_problems(opened.model, ranks, parallel))
-    tp = ranks // parallel.pp
-    if problems := _model_problems(opened, tp):
+    if problems := _model_problems(opened, ranks, parallel):
+        others = parallel.pp * parallel.dp
         heads = opened.model.num_heads
-        counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
-        fits = ", ".join(str(count) for count in counts if not _model_problems(opened, count))
+        counts = [others * tp for tp in sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})]
+        fits = [str(each) for each in counts if not _model_problems(opened, each, parallel)]
         raise ConfigError(
-            f"--nproc={tp}: this number of processes cannot share {opened.path}: "
-            f"{_why_not(opened, tp, problems[0])}. "
-            f"Set --nproc to one of {fits}."
+            f"--nproc={ranks}: this number of processes cannot share {opened.path}: "
+            f"{_why_not(opened, ranks, parallel, problems[0])}. "
+            f"Set --nproc to one of {', '.join(fits)}."
         )
     return opened
 
 
-def _model_problems(opened: Pretrained, tp: int) -> list[str]:
-    """Return the problems with a model or with its tensor-parallel layout."""
-    run = _run(opened, tp)
+def _model_problems(
+    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
+) -> list[str]:
+    """Return the problems with a model or with its parallel layout."""
+    run = _run(opened, ranks, parallel)
     problems = model_problems(run, trains=False)
-    return problems or expert_layout_problems(opened.model, run.parallel, tp, trains=False)
+    return problems or expert_layout_problems(opened.model, run.parallel, ranks, trains=False)
 
 
-def _run(opened: Pretrained, tp: int) -> TrainRun:
+def _run(opened: Pretrained, ranks: int, parallel: InferenceParallelConfig) -> TrainRun:
     run = release_run("generate", opened.model, opened.tokenizer, opened.path)
-    return replace(run, parallel=generation_layout(opened.model, tp))
+    return replace(run, parallel=generation_layout(opened.model, ranks, parallel))
 
 
-def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
+def _why_not(
+    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig, problem: str
+) -> str:
     """Return why ranks cannot share a model, in terms of --nproc instead of the settings of a
     run."""
-    if check_kv_heads_fit_tp(_run(opened, tp), tp) is not None:
+    run = _run(opened, ranks, parallel)
+    if check_kv_heads_fit_tp(run, run.parallel.tp) is not None:
         return (
             f"each process needs complete KV heads of model.num_heads={opened.model.num_heads} and "
             f"model.num_kv_heads={opened.model.num_kv_heads}, or an equal number of processes "
             "per KV head"
         )
     reason = re.sub(r"parallel\.\w+=\d+ with ", "", problem.partition(". Set ")[0])
-    return re.sub(r"parallel\.\w+=\d+", f"--nproc={tp}", reason)
+    return re.sub(r"parallel\.\w+=\d+", f"--nproc={ranks}", reason)
 
 
 def generation_layout(
     model: ModelConfig, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
 ) -> ParallelConfig:
-    """Return the parallel layout for generation: pipeline stages of tensor-parallel ranks, which
-    are also expert parallel if the experts divide evenly.
+    """Return the parallel layout for generation: experts are distributed over the tensor- and
+    data-parallel ranks of a pipeline stage if they divide evenly, else over the tensor-parallel
+    ones.
 
-    All ranks of a stage have all tokens, so that all take part in every all-to-all.
+    Ranks that share experts take part in every all-to-all: see `InferenceEngine.step`.
     """
-    tp = ranks // parallel.pp
-    layout = ParallelConfig(tp=tp, pp=parallel.pp, pipeline=generation_pipeline(model, parallel.pp))
-    whole_experts = model.moe is not None and model.moe.num_experts % tp == 0
-    return replace(layout, ep=tp, etp=1) if whole_experts else layout
+    tp = ranks // (parallel.pp * parallel.dp)
+    layout = ParallelConfig(
+        tp=tp, pp=parallel.pp, sp=parallel.sp, pipeline=generation_pipeline(model, parallel.pp)
+    )
+    if model.moe is None:
+        return layout
+    for ep in (tp * parallel.dp, tp):
+        if model.moe.num_experts % ep == 0:
+            return replace(layout, ep=ep, etp=1)
+    return layout
 
 
 def build_generation_mesh(
@@ -233,15 +252,23 @@ def inference_layout_problems(
             f"parallel.pp={parallel.pp} is more than model.num_layers={model.num_layers}: every "
             f"stage has a layer. Set parallel.pp to at most {model.num_layers}."
         )
-    if ranks % parallel.pp:
+    others = parallel.pp * parallel.dp
+    if ranks % others:
         problems.append(
-            f"parallel.pp={parallel.pp} with --nproc={ranks}: every stage has equally many "
-            f"processes. Set --nproc to a multiple of {parallel.pp}."
+            f"parallel.pp={parallel.pp} and parallel.dp={parallel.dp} with --nproc={ranks}: every "
+            "stage and every data-parallel rank has equally many processes. Set --nproc to a "
+            f"multiple of {others}."
         )
-    elif parallel.tp not in (None, ranks // parallel.pp):
+    elif parallel.tp not in (None, ranks // others):
         problems.append(
-            f"parallel.tp={parallel.tp} and parallel.pp={parallel.pp} with --nproc={ranks}: tp x "
-            f"pp is the number of processes. Set --nproc to {parallel.tp * parallel.pp}."
+            f"parallel.tp={parallel.tp}, parallel.pp={parallel.pp} and parallel.dp={parallel.dp} "
+            f"with --nproc={ranks}: tp x pp x dp is the number of processes. Set --nproc to "
+            f"{parallel.tp * others}."
+        )
+    elif parallel.sp and ranks == others:
+        problems.append(
+            f"parallel.sp=true with --nproc={ranks}: there is one tensor-parallel rank, and no "
+            "tokens to share. Set parallel.sp to false."
         )
     return problems
 
@@ -266,6 +293,7 @@ def load_text_generator(
     kernels: KernelSetting = "auto",
     mlp_chunks: int = 1,
     config: EngineConfig = DEFAULT_CONFIG,
+    parallel: InferenceParallelConfig = DEFAULT_PARALLEL,
 ) -> TextGenerator:
     """Build and load this rank's shard of the model, or of its pipeline stage. Collective over the
     mesh.
@@ -281,7 +309,7 @@ def load_text_generator(
     """
     backends = expand_kernel_setting(kernels)
     raise_all(kernel_problems(backends, source.model, device, dtype))
-    raise_all(pipeline_problems(config, mesh.pp.size))
+    raise_all(parallel_problems(config, parallel))
     if backends.attention == "paged":  # of the engine; gathered keys use the fastest backend
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
@@ -308,10 +336,11 @@ def load_text_generator(
     quantizes = config.quantization == "int8"
     if quantizes:
         check_int8_supported(device, backends)
+    layout = generation_layout(model_config, mesh.world.size, parallel)
     context = build_context(
         model_config,
         mesh,
-        ParallelConfig(pp=mesh.pp.size, pipeline=generation_pipeline(model_config, mesh.pp.size)),
+        layout,
         dtype=dtype,
         backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
@@ -333,9 +362,16 @@ def load_text_generator(
         quantization=config.quantization,
         draft_model=draft_model,
         ranks=mesh.world,
+        dp=mesh.dp,
+        expert_peers=find_expert_peers(layout, mesh),
         link=connect_stages(model, mesh.pp, device),
         step_adapters=step_adapters,
     )
+
+
+def find_expert_peers(layout: ParallelConfig, mesh: Mesh) -> Group:
+    """Return the ranks of a pipeline stage if its data-parallel ranks share experts."""
+    return mesh.over(*DENSE_AXES) if layout.ep > layout.tp else SINGLE_RANK
 
 
 def connect_stages(model: Decoder, pp: Group, device: torch.device) -> PipelineLink | None:
@@ -473,12 +509,20 @@ def build_engine(
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
+        has_padding=not model.tp_comm.invariant or generator.expert_peers.size > 1,
     )
     if config.batch_invariant:
         _check_invariant_backends(kernels)
     limits = _small_batch_limits(generator, config, device)
     adapters = build_adapter_manager(generator, config)
-    runner = ModelRunner(model, cache, limits=limits, link=generator.link, adapters=adapters)
+    runner = ModelRunner(
+        model,
+        cache,
+        limits=limits,
+        link=generator.link,
+        adapters=adapters,
+        expert_peers=generator.expert_peers,
+    )
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
         return InferenceEngine(
@@ -616,7 +660,7 @@ def build_speculator(
                 max_num_batched_tokens=max_tokens,
             )
     # the clocks of ranks differ
-    measures_time = model.tp_comm.group.size == 1 and runner.num_stages == 1
+    measures_time = generator.ranks.size == 1
     return Speculator(proposer, DraftLengthController(longest, measures_time=measures_time))
 
 

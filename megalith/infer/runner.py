@@ -23,6 +23,8 @@ from megalith.kernels.linear_small_batch import (
 )
 from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
+from megalith.parallel.collectives import all_gather
+from megalith.parallel.group import Group, all_reduce_max_, single_rank_group
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
 
@@ -41,6 +43,7 @@ class PromptNeeds(NamedTuple):
 
 
 NO_NEEDS = PromptNeeds()
+SINGLE_RANK = single_rank_group("world")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,18 @@ class ModelRunner:
         limits: SmallBatchLimits = NO_ROW_COUNTS,
         link: PipelineLink | None = None,
         adapters: AdapterManager | None = None,
+        expert_peers: Group = SINGLE_RANK,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
-        its requests."""
+        its requests; `expert_peers`: ranks of this stage, if some have other requests and share
+        experts."""
+        self._expert_peers = expert_peers
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self.num_stages = 1 if link is None else link.num_stages
         self.is_last_stage = model.stage.loss
+        # with sequence parallelism a rank has a part of the tokens between layers
+        self._num_token_shards = 1 if model.tp_comm.invariant else model.tp_comm.group.size
         self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
 
@@ -102,7 +110,9 @@ class ModelRunner:
     ) -> StepLogits | None:
         """Process the tokens of a plan. Keys and values are stored in the blocks of the plan. A
         pipeline stage receives the hidden states of the previous one; all but the last one send
-        theirs to the next, and return None."""
+        theirs to the next, and return None.
+
+        A plan without rows processes padding, for the other ranks that share the experts."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
             with (
@@ -113,7 +123,8 @@ class ModelRunner:
                 tensors = self._forward(plan.rows, states)
                 logits = None
                 if self.is_last_stage:
-                    logits = self._logits(tensors[HIDDEN], plan.rows, states, needs)
+                    hidden = self._gather_tokens(tensors[HIDDEN], plan.num_tokens)
+                    logits = self._logits(hidden, plan.rows, states, needs)
         except BaseException:
             self.cache.commit_states(succeeded=False)
             raise
@@ -121,6 +132,25 @@ class ModelRunner:
         if self._link is not None and logits is None:
             self._link.send(tensors)
         return logits
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks take part in the steps."""
+        return self.num_stages > 1 or self.model.tp_comm.group.size > 1 or self.shares_experts
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks with other requests compute experts for this one."""
+        return self._expert_peers.size > 1
+
+    def agree_on_step(self, *, is_busy: bool, has_rows: bool) -> tuple[bool, bool]:
+        """Return whether any rank that shares experts with this one has unfinished requests, and
+        whether any has rows in the next step, which then all execute. Collective."""
+        if not self.shares_experts:
+            return False, has_rows
+        flags = all_reduce_max_(torch.tensor([int(is_busy), int(has_rows)]), self._expert_peers)
+        busy, rows = flags.tolist()
+        return bool(busy), bool(rows)
 
     def send_results(self, results: StepResults) -> None:
         """Send the results of a step to the other pipeline stages; the last stage does."""
@@ -140,13 +170,20 @@ class ModelRunner:
         for row in rows:
             ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
             ids += row.draft_ids
+        num_padding = self._count_padding(len(ids))
+        padding = [self.cache.make_padding_row() for _ in range(num_padding)]
+        ids += [0] * len(padding)
+        padded_rows = [*rows, *padding]
         seq_params = seq_params_from_queries(
-            [(row.count, row.start + row.count) for row in rows],
-            reach=[_rope_length(row, states[row.seq_id]) for row in rows],
+            [(row.count, row.start + row.count) for row in padded_rows],
+            reach=[*(_rope_length(row, states[row.seq_id]) for row in rows), *(1 for _ in padding)],
             device=self._device,
         )
-        step = StepBlocks(rows, self.cache.plan.layout.groups, self.cache.block_size, self._device)
-        received = NOTHING_RECEIVED if self._link is None else self._link.receive(len(ids))
+        groups = self.cache.plan.layout.groups
+        step = StepBlocks(padded_rows, groups, self.cache.block_size, self._device)
+        received = NOTHING_RECEIVED
+        if self._link is not None:
+            received = self._link.receive(len(ids) // self._num_token_shards)
         apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
         with apply:
             outputs: StageTensors = self.model(
@@ -156,6 +193,18 @@ class ModelRunner:
                 received=received,
             )
         return outputs
+
+    def _count_padding(self, num_tokens: int) -> int:
+        """Return how many tokens of padding follow the tokens of a step: with sequence parallelism
+        all ranks have equally many, and at least one."""
+        shards = self._num_token_shards
+        return -(-max(num_tokens, 1) // shards) * shards - num_tokens
+
+    def _gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        """Return the hidden states [num_tokens, h] of all ranks, without those of padding."""
+        if self._num_token_shards > 1:
+            hidden = all_gather(hidden, self.model.tp_comm.group)
+        return hidden[:num_tokens]
 
     def _logits(
         self,

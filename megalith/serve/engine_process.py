@@ -104,6 +104,7 @@ def load_engine(
         getattr(torch, name),
         kernels=run.kernels,
         config=run.engine,
+        parallel=run.parallel,
     )
     callbacks: list[EngineCallback] = []
     if worker.rank == 0:

@@ -15,7 +15,7 @@ from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.pipeline import PipelineLink
-from megalith.infer.runner import ModelRunner
+from megalith.infer.runner import SINGLE_RANK, ModelRunner
 from megalith.infer.speculative import (
     DraftLengthController,
     DraftProposer,
@@ -27,7 +27,7 @@ from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
-from megalith.parallel.group import single_rank_group
+from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.serving.cache_layout import AttentionView, plan_cache_layout
 from megalith.plan.serving.scheduler import PlannedRow
 
@@ -53,10 +53,12 @@ def build(
     proposer: DraftProposer | None = None,
     draft_model: Decoder | None = None,
     link: PipelineLink | None = None,
+    expert_peers: Group = SINGLE_RANK,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
-    to the other pipeline stages; `engine`: fields of EngineConfig."""
+    to the other pipeline stages; `expert_peers`: ranks that share experts; `engine`: fields of
+    EngineConfig."""
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -81,9 +83,10 @@ def build(
         num_blocks=size.num_blocks,
         block_size=block_size,
         batch_invariant=config.batch_invariant,
+        has_padding=not model.tp_comm.invariant or expert_peers.size > 1,
     )
     check_speculation(config, plan)
-    runner = ModelRunner(model, pool, link=link)
+    runner = ModelRunner(model, pool, link=link, expert_peers=expert_peers)
     generator = TextGenerator(model, tokenizer, eos, draft_model=draft_model)
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
     if proposer is None and speculator is not None:

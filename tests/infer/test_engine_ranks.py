@@ -208,4 +208,4 @@ def rejects_deadline(rank: int, world: int, config: ModelConfig, make: Any) -> s
 
 def test_deadlines_need_one_clock(tiny: SimpleNamespace) -> None:
     for text in run_ranks(rejects_deadline, 2, tiny.config(), tiny.model):
-        assert text.startswith("deadline_s=5.0: the clocks of tensor-parallel ranks differ")
+        assert text.startswith("deadline_s=5.0: the clocks of parallel ranks differ")

@@ -238,7 +238,7 @@ class Client:
 def test_error_after_the_first_event_is_an_event() -> None:
     client: Any = Client()
     state = ServerState(ServeConfig(), client, HttpMetrics("m"))
-    model: Any = SimpleNamespace(name="m")
+    model: Any = SimpleNamespace(name="m", adapter=None)
     conversation = EncodedConversation(model, [1], SamplingParams(), OutputFormat(), False)
     echoed = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
     options = RequestOptions(model, stream=True, include_usage=False, interval=1)
