@@ -132,6 +132,7 @@ def generate_text(
             transcripts[index].add(output)
         if dp.size == 1:
             show(printer.unread_text())
+    engine.runner.close()
     return transcripts if dp.size == 1 else gather_transcripts(transcripts, dp, show)
 
 

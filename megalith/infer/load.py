@@ -559,6 +559,12 @@ def build_adapter_manager(generator: TextGenerator, config: EngineConfig) -> Ada
             f"max_adapters={config.max_adapters}: the model was loaded without adapters. Pass the "
             "same config to load_generator."
         )
+    if generator.expert_peers.size > 1:
+        raise ConfigError(
+            f"max_adapters={config.max_adapters} with parallel.dp={generator.dp.size}: ranks with "
+            "other requests share the experts, and would load adapters at other times. Set "
+            "max_adapters to 0, or parallel.dp to 1."
+        )
     return AdapterManager(
         generator.model,
         generator.step_adapters,

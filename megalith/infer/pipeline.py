@@ -73,6 +73,11 @@ class PipelineLink:
         results: StepResults = pickle.loads(data)  # lint: allow pickle-load: from our last stage
         return results
 
+    def close(self) -> None:
+        """Wait until everything is sent, before the process group is destroyed."""
+        self._link.close()
+        self._results.close()
+
 
 def list_channels(num_stages: int) -> list[Channel]:
     """Return the channels of the hidden states."""

@@ -152,6 +152,11 @@ class ModelRunner:
         busy, rows = flags.tolist()
         return bool(busy), bool(rows)
 
+    def close(self) -> None:
+        """Wait until everything is sent to other stages, before the process group is destroyed."""
+        if self._link is not None:
+            self._link.close()
+
     def send_results(self, results: StepResults) -> None:
         """Send the results of a step to the other pipeline stages; the last stage does."""
         if self._link is not None:

@@ -175,6 +175,10 @@ class StageLink:
     def __exit__(self, kind: object, *_: object) -> None:
         self._outbox.close(wait=kind is None)
 
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._outbox.close(wait=True)
+
     def send(self, message: StageMessage, tensors: Tensors, target: int) -> None:
         """Start sending `tensors`, which are kept alive until sent and must not be written to
         before."""
@@ -335,6 +339,7 @@ class SendQueue:
         self._queue.put(None)
         if wait:
             self._thread.join()
+            self._thread = None
             if self._error is not None:
                 raise self._error
 

@@ -236,6 +236,7 @@ def run_rank(settings: EngineSettings) -> int:
     server = EngineServer(engine, socket, metrics, ranks)
     server.send(Ready(asdict(info)))
     server.run()
+    engine.runner.close()
     if socket is not None:
         socket.close()
     disconnect(worker)

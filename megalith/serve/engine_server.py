@@ -133,6 +133,7 @@ class EngineServer:
                 for call_id in self._drains:
                     self.send(Reply(call_id, {}))
                 self._drains = []
+        self._broadcast.close()
 
     def send(self, message: Message) -> None:
         """Send a message to the HTTP process; rank 0 does."""

@@ -34,10 +34,9 @@ KILLED = """
 import os, signal, sys
 from megalith import storage
 from megalith.cli.main import main
-from megalith.models import convert, hf, release  # here, once
-from megalith.posttrain import export, upcycle
+from megalith.hf import convert, folder, release  # here, once
 
-hf.BATCH_NBYTES = release.BATCH_NBYTES = 1000
+folder.BATCH_NBYTES = release.BATCH_NBYTES = 1000
 every, words = int(sys.argv[1]), sys.argv[2:]
 
 def watch(every):
