@@ -107,8 +107,8 @@ def main(argv: list[str]) -> int:
     raise_all(parallel_problems(run.engine, run.parallel))
     if run.parallel.dp > 1:
         raise ConfigError(
-            f"parallel.dp={run.parallel.dp}: a chat is one sequence, which data-parallel ranks cannot "
-            "share. Set parallel.dp to 1."
+            f"parallel.dp={run.parallel.dp}: a chat is one sequence, which data-parallel ranks "
+            "cannot share. Set parallel.dp to 1."
         )
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
