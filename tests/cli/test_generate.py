@@ -219,8 +219,8 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
         ),
         (
             ["RUN", "--parallel.pp", "2"],
-            "parallel.pp=2 with --nproc=1: every stage has equally many processes. Set --nproc to "
-            "a multiple of 2.",
+            "parallel.pp=2 and parallel.dp=1 with --nproc=1: every stage and every data-parallel "
+            "rank has equally many processes. Set --nproc to a multiple of 2.",
         ),
         (
             ["RUN", "--nproc", "9", "--parallel.pp", "9"],
@@ -228,12 +228,16 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
         ),
         (
             ["RUN", "--nproc", "4", "--parallel.pp", "2", "--parallel.tp", "1"],
-            "parallel.tp=1 and parallel.pp=2 with --nproc=4: tp x pp is the number of processes. "
-            "Set --nproc to 2.",
+            "parallel.tp=1, parallel.pp=2 and parallel.dp=1 with --nproc=4: tp x pp x dp is the "
+            "number of processes. Set --nproc to 2.",
         ),
         (
             ["RUN", "--nproc", "2", "--parallel.pp", "2", "--engine.speculation.method", "mtp"],
             "speculation.method=mtp with parallel.pp=2: drafts are proposed by one stage.",
+        ),
+        (
+            ["RUN", "--parallel.sp", "true"],
+            "parallel.sp=true with --nproc=1: there is one tensor-parallel rank",
         ),
         (["RUN", "x" * 64], "prompt 1: the prompt has 64 tokens, but the context is 64"),
         (
