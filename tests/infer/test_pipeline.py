@@ -109,3 +109,41 @@ def test_stages_generate_the_tokens_of_one_process(
         assert (num_preemptions > 0) == ("num_blocks" in settings)
     for output in results[0][0]:
         check_logprobs(model, output)
+
+
+def abort_in_flight(
+    rank: int, world: int, config: ModelConfig, make: Any
+) -> tuple[list[RequestOutput], int]:
+    """Abort a request and end another one by length while steps are in flight."""
+    stage = build_stage(rank, world, config, make, world)
+    params = SamplingParams(max_new_tokens=12, seed=3, logprobs=0)
+    numbers = [
+        stage.add_request([5, 7, 9 + index], replace(params, seed=index)) for index in range(4)
+    ]
+    outputs = [stage.output_of(number) for number in numbers]
+    most_in_flight = step = 0
+    while stage.has_unfinished:
+        stage.step()
+        most_in_flight = max(most_in_flight, len(stage._in_flight))
+        step += 1
+        if step == 6:
+            stage.abort(numbers[1])
+    assert stage.scheduler.make_stats().num_used_blocks == 0
+    return outputs, most_in_flight
+
+
+def test_requests_are_aborted_while_their_step_is_in_flight(tiny: SimpleNamespace) -> None:
+    config = tiny.config(num_layers=3)
+    model = tiny.model(config, dtype=torch.float64)
+    params = SamplingParams(max_new_tokens=12, seed=3, logprobs=0)
+    expected = run(
+        build(model),
+        [([5, 7, 9 + index], replace(params, seed=index)) for index in range(4)],
+    )
+    for outputs, most_in_flight in run_ranks(abort_in_flight, 3, config, tiny.model):
+        assert most_in_flight == 2, "after a step, one less than the stages are in flight"
+        assert outputs[1].outputs[0].finish_reason == "abort"
+        tokens = outputs[1].outputs[0].token_ids
+        assert tokens == expected[1].outputs[0].token_ids[: len(tokens)]
+        for index in (0, 2, 3):
+            assert values_of(outputs[index]) == values_of(expected[index])
