@@ -171,17 +171,33 @@ class GenerateRun:
 def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -> list[str]:
     """Return a message for every setting of an engine that its parallel layout does not support."""
     method = config.speculation.method
-    if method not in ("draft_model", "mtp"):
-        return []
-    reasons = {
-        "pp": (parallel.pp, 1, "drafts are proposed by one stage"),
-        "dp": (parallel.dp, 1, "drafts of some ranks only would change their collectives"),
-        "sp": (parallel.sp, False, "drafts have too few tokens to share"),
-    }
+    problems = []
+    if method in ("draft_model", "mtp"):
+        drafts = f"speculation.method={method}", "Set speculation.method to ngram"
+        problems += [
+            (*drafts, "pp", parallel.pp, 1, "drafts are proposed by one stage"),
+            (
+                *drafts,
+                "dp",
+                parallel.dp,
+                1,
+                "drafts would change the steps of other ranks",
+            ),
+            (*drafts, "sp", parallel.sp, False, "draft steps are not padded to a multiple of tp"),
+        ]
+    if config.max_adapters:
+        adapters = f"max_adapters={config.max_adapters}", "Set max_adapters to 0"
+        problems += [
+            (*adapters, "dp", parallel.dp, 1, "ranks with other requests load at other times"),
+            (*adapters, "sp", parallel.sp, False, "adapters need all tokens on every rank"),
+        ]
+    if config.batching == "static":
+        static = "batching=static", "Set batching to continuous"
+        problems.append((*static, "pp", parallel.pp, 1, "a batch has one step in flight"))
     return [
-        f"speculation.method={method} with parallel.{name}={str(value).lower()}: {reason}. Set "
-        f"speculation.method to ngram, or parallel.{name} to {str(default).lower()}."
-        for name, (value, default, reason) in reasons.items()
+        f"{setting} with parallel.{name}={str(value).lower()}: {reason}. {fix}, or parallel.{name} "
+        f"to {str(default).lower()}."
+        for setting, fix, name, value, default, reason in problems
         if value != default
     ]
 

@@ -54,6 +54,7 @@ from megalith.infer.structured_output import (
     GrammarError,
 )
 from megalith.kernels.rope import rope_length
+from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.plan.keys import key
 from megalith.plan.serving.scheduler import (
     BlockCopy,
@@ -108,6 +109,7 @@ class InferenceEngine:
         eos_token_ids: frozenset[int] = frozenset(),
         callbacks: Sequence[EngineCallback] = (),
         speculator: Speculator | None = None,
+        dp: Group = SINGLE_RANK,
     ) -> None:
         """`max_model_len`: maximum number of tokens of a sequence; `eos_token_ids`: tokens that end
         a text; without a tokenizer outputs have no text; without a speculator there are no draft
@@ -126,8 +128,9 @@ class InferenceEngine:
         )
         """Compiles the grammars of requests. Compile on another thread first: `add_request`
         compiles synchronously."""
-        self._has_peers = runner.has_peers
-        self._peers_are_busy = runner.shares_experts  # until a step shows that none is
+        self._has_peers, self._dp = runner.has_peers, dp
+        self._peers_are_busy = False
+        self.expect_requests()
         self._in_flight: deque[InFlightStep] = deque()
         """Executed steps whose sampled tokens are not appended yet, oldest first."""
         self._requests: dict[int, Request] = {}
@@ -188,7 +191,11 @@ class InferenceEngine:
             Timings(arrival_time),
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
-        seed = key(self.config.seed, "request", str(number)) if params.seed is None else params.seed
+        # data-parallel ranks have seeds of their own
+        global_number = number * self._dp.size + self._dp.rank
+        seed = params.seed
+        if seed is None:
+            seed = key(self.config.seed, "request", str(global_number))
         deadline = None if params.deadline_s is None else arrival_time + params.deadline_s
         bad_word_ids = (
             () if self._tokenizer is None else encode_bad_words(params.bad_words, self._tokenizer)
@@ -250,6 +257,11 @@ class InferenceEngine:
         if self._in_flight and not (is_started and len(self._in_flight) < self.runner.num_stages):
             self._finish_step(self._in_flight.popleft(), outputs)
         return outputs
+
+    def expect_requests(self) -> None:
+        """Step until no rank that shares experts has requests, also if this rank has none. All of
+        these ranks call it before requests that begin after `has_unfinished` was False."""
+        self._peers_are_busy = self.runner.shares_experts
 
     def _start_step(self, outputs: list[TokenOutput]) -> bool:
         """Plan and execute a step on this stage; returns whether there is anything to execute."""

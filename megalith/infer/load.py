@@ -78,10 +78,10 @@ from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_op
 from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.observe.limits import free_memory
 from megalith.parallel.group import (
+    SINGLE_RANK,
     Group,
     gather_objects,
     raise_on_all_ranks,
-    single_rank_group,
 )
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.plan.grid import divisors, model_grid
@@ -97,7 +97,6 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 DEFAULT_CONFIG = EngineConfig()
 DEFAULT_PARALLEL = InferenceParallelConfig()
-SINGLE_RANK = single_rank_group("world")
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded unless they propose draft tokens."""
@@ -244,7 +243,7 @@ def inference_layout_problems(
 ) -> list[str]:
     """Return a message for every setting of a layout that does not fit the processes or the
     model."""
-    problems = range_problems(parallel)
+    problems = range_problems(parallel, "parallel")
     if problems:
         return problems
     if parallel.pp > model.num_layers:
@@ -264,6 +263,11 @@ def inference_layout_problems(
             f"parallel.tp={parallel.tp}, parallel.pp={parallel.pp} and parallel.dp={parallel.dp} "
             f"with --nproc={ranks}: tp x pp x dp is the number of processes. Set --nproc to "
             f"{parallel.tp * others}."
+        )
+    elif parallel.sp and model.mla is not None:
+        problems.append(
+            "parallel.sp=true with model.mla: every rank caches the latent vectors of all tokens. "
+            "Set parallel.sp to false; parallel.dp divides the sequences among ranks."
         )
     elif parallel.sp and ranks == others:
         problems.append(
@@ -407,7 +411,10 @@ def load_decoder(model: Decoder, source: Pretrained, device: torch.device, world
     quantized_weights = list(iter_quantized_weights(model))
     set_int8_dtype(quantized_weights)
     allocate(model, device)
-    quantized_names = {shard.name for quantized in quantized_weights for shard in quantized.shards}
+    own_names = {shard.name for quantized in quantized_weights for shard in quantized.shards}
+    # the check of the names covers the weights of all stages
+    gathered = gather_objects(sorted(own_names), world)
+    quantized_names = {str(name) for names in gathered if isinstance(names, list) for name in names}
     entries = [
         CheckpointEntry(spec.shard, "param", getattr(module, name))
         for spec, module, name in iter_parameter_specs(model)
@@ -533,6 +540,7 @@ def build_engine(
             eos_token_ids=generator.stops,
             callbacks=callbacks,
             speculator=build_speculator(generator, config, runner, draft_plan),
+            dp=generator.dp,
         )
 
     if config.batch_invariant:
@@ -558,12 +566,6 @@ def build_adapter_manager(generator: TextGenerator, config: EngineConfig) -> Ada
         raise ConfigError(
             f"max_adapters={config.max_adapters}: the model was loaded without adapters. Pass the "
             "same config to load_generator."
-        )
-    if generator.expert_peers.size > 1:
-        raise ConfigError(
-            f"max_adapters={config.max_adapters} with parallel.dp={generator.dp.size}: ranks with "
-            "other requests share the experts, and would load adapters at other times. Set "
-            "max_adapters to 0, or parallel.dp to 1."
         )
     return AdapterManager(
         generator.model,

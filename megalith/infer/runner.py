@@ -24,7 +24,7 @@ from megalith.kernels.linear_small_batch import (
 from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
 from megalith.parallel.collectives import all_gather
-from megalith.parallel.group import Group, all_reduce_max_, single_rank_group
+from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
 
@@ -43,7 +43,6 @@ class PromptNeeds(NamedTuple):
 
 
 NO_NEEDS = PromptNeeds()
-SINGLE_RANK = single_rank_group("world")
 
 
 @dataclass(frozen=True, slots=True)

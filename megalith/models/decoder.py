@@ -220,7 +220,7 @@ class Decoder(nn.Module):
         if caches is None:
             x, inputs = self.run_layers(list(self.layers), x, inputs, self.source_hook)
         else:
-            x = self._forward_with_caches(x, inputs, caches)
+            x, inputs = self._forward_with_caches(x, inputs, caches)
         if self.stage.norm:
             x = self.norm(x)
         outputs = dict(received) | {HIDDEN: x}
@@ -242,8 +242,9 @@ class Decoder(nn.Module):
 
     def _forward_with_caches(
         self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
-    ) -> Tensor:
-        """Run all layers with a KV cache for each attention."""
+    ) -> tuple[Tensor, LayerInputs]:
+        """Run all layers with a KV cache for each attention; returns x, and the inputs with the
+        cross-layer source."""
         remaining = iter(caches)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
@@ -252,7 +253,7 @@ class Decoder(nn.Module):
             cache, cross_cache = [*islice(remaining, layer.attentions), None, None][:2]
             x = layer(x, replace(inputs, cache=cache, cross_cache=cross_cache))
         assert next(remaining, None) is None, "more caches than attentions"
-        return x
+        return x, inputs
 
     def _encode_cross_layer_source(self, x: Tensor) -> Tensor:
         """Return the normalized x [t, h] that later layers attend to."""

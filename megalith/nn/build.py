@@ -204,11 +204,6 @@ class BuildContext:
         Raises:
             ConfigError: no rank has all tokens.
         """
-        if self.step_adapters is not None and self.parallel.sp:
-            raise ConfigError(
-                "max_adapters with parallel.sp=true: adapters of requests need all tokens on every "
-                "rank. Set parallel.sp to false, or max_adapters to 0."
-            )
         can_adapt = find_lora_target(shard.name) in lora_matrices(self.model)
         return self.step_adapters if can_adapt else None
 

@@ -56,6 +56,10 @@ def single_rank_group(*axes: str) -> Group:
     return Group(axes=axes, ranks=(0,), rank=0)
 
 
+SINGLE_RANK = single_rank_group("world")
+"""The group of a process without others."""
+
+
 def record_collective(
     group: Group,
     op: str,

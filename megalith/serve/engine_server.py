@@ -24,7 +24,7 @@ from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
-from megalith.parallel.group import Group, single_rank_group
+from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.parallel.p2p import ByteBroadcast
 from megalith.serve.metrics import EngineMetrics
 from megalith.serve.protocol import (
@@ -59,8 +59,6 @@ COMPILE_POLL_S = 0.002
 
 MAX_WAIT_S = 60.0
 """Time after which an idle rank 0 wakes the other ranks, whose collective has a timeout."""
-
-SINGLE_RANK = single_rank_group("world")
 
 
 @dataclass(slots=True)

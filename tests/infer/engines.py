@@ -15,7 +15,7 @@ from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.pipeline import PipelineLink
-from megalith.infer.runner import SINGLE_RANK, ModelRunner
+from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
     DraftLengthController,
     DraftProposer,
@@ -27,7 +27,7 @@ from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
-from megalith.parallel.group import Group, single_rank_group
+from megalith.parallel.group import SINGLE_RANK, Group, single_rank_group
 from megalith.plan.serving.cache_layout import AttentionView, plan_cache_layout
 from megalith.plan.serving.scheduler import PlannedRow
 

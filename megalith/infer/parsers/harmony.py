@@ -35,6 +35,8 @@ class HarmonyParser:
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
         self._buffer = ""
+        self._arguments: list[str] = []
+        """Of an incomplete call."""
         self._part = ""  # content, reasoning or call; empty: a header, or text without one
         self._tool = ""
         self._separator = ""
@@ -53,7 +55,7 @@ class HarmonyParser:
         result = ParsedText()
         rest, self._buffer = self._buffer, ""
         if self._part == "call":
-            self._add_call(rest, result)
+            self._add_call(self._take_arguments() + rest, result)
         elif self._part or not rest.lstrip().startswith((*self.markers, "to=")):
             self._add(self._part or "content", rest, result)
         return result
@@ -92,18 +94,24 @@ class HarmonyParser:
     def _read_body(self, result: ParsedText) -> bool:
         """Read the text of a message; False: it may be incomplete."""
         before, end, rest = split_at_marker(self._buffer, *self._BODY_ENDS)
+        self._buffer = rest
         if self._part != "call":
             self._add(self._part, before, result)
-            self._buffer = rest
-        elif end:
-            self._add_call(before, result)
-            self._buffer = rest
+        else:
+            self._arguments.append(before)
+            if end:
+                self._add_call(self._take_arguments(), result)
         if not end:
             return False
         if end in (START, CHANNEL):  # the message has no end
             self._buffer = end + rest
         self._part = ""
         return True
+
+    def _take_arguments(self) -> str:
+        """Return the arguments of the call that were read."""
+        arguments, self._arguments = "".join(self._arguments), []
+        return arguments
 
     def _add(self, part: str, text: str, result: ParsedText) -> None:
         """Add text of a message, on a new line after the previous message of the part."""
