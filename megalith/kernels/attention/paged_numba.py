@@ -90,8 +90,11 @@ LOWEST = np.float32(-3.4028234663852886e38)
     HAS_SINKS,
     NUM_TOKENS,
     IS_QUANTIZED,
-) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22, 23
-NUM_SIZES = 24
+    SHARD_RANK,
+    NUM_SHARDS,
+    IS_PARTIAL,
+) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26
+NUM_SIZES = 27
 
 # Columns of a tile.
 ROW, FIRST_TOKEN, NUM_QUERIES, POSITION, FIRST_SEGMENT, NUM_SEGMENTS = range(6)
@@ -498,16 +501,24 @@ def scratch_addresses(block: Block, part: Any) -> Any:
 
 
 @exact
+def count_stored(block: Block, position: Any) -> Any:
+    """Return how many of the keys before `position` are stored on this rank, as
+    `TokenShard.count_before`."""
+    ranks = size(block, NUM_SHARDS)
+    return (position - size(block, SHARD_RANK) + ranks - 1) // ranks
+
+
+@exact
 def visible_keys(block: Block, position: Any, segment: Any) -> Any:
-    """Return the keys of a segment, first and end, that the query at `position` sees."""
+    """Return the stored keys of a segment, first and end, that the query at `position` sees."""
     window, first, end = size(block, WINDOW), segment * SEGMENT, segment * SEGMENT + SEGMENT
     if window > 0:
         if size(block, CHUNKED):
-            first = max(first, position // window * window)
+            first = max(first, count_stored(block, position // window * window))
         else:
-            first = max(first, position - window + 1)
+            first = max(first, count_stored(block, position - window + 1))
     first = min(first, end)
-    return first, max(first, min(end, position + 1))
+    return first, max(first, min(end, count_stored(block, position + 1)))
 
 
 @exact
@@ -744,11 +755,19 @@ def start_state(block: Block, into: Any, head: Any) -> None:
 
 @exact
 def write_output(block: Block, state: Any, token: Any, head: Any) -> None:
-    """Write the attention output of query head `head` of a token from its state."""
+    """Write the attention output of query head `head` of a token from its state; if it is partial,
+    in fp32 and followed by the log-sum-exp, which is -inf without keys."""
     width, heads = size(block, VALUE_WIDTH), size(block, HEADS) * size(block, SHARED)
-    out = activations(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
     sums = floats_at(state, width + 2)
     total, values = sums[width + 1], sums[:width]
+    if size(block, IS_PARTIAL):
+        partial = floats_at(count(block, OUT) + 4 * (token * heads + head) * (width + 1), width + 1)
+        divisor = total if total > np.float32(0) else np.float32(1)
+        for c in range(len(values)):
+            partial[c] = values[c] / divisor
+        partial[width] = sums[width] + np.log(total)
+        return
+    out = activations(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
     for c in range(len(values)):
         out[c] = narrow(values[c] / total, out)
 
