@@ -232,6 +232,7 @@ def open_chat(
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
         config=run.engine,
+        replicate_kv_heads=run.parallel.replicate_kv_heads,
     )
     return Chat(generator, template, settings(options), run.engine, options.system)
 

@@ -221,6 +221,7 @@ def generate_all(
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
         config=run.engine,
+        replicate_kv_heads=run.parallel.replicate_kv_heads,
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()

@@ -151,6 +151,12 @@ class InferenceParallelConfig:
     pp: Annotated[int, Ge(1), Example(2)] = 1
     """Pipeline stages, each with a part of the layers; as many steps are in flight."""
 
+    replicate_kv_heads: bool = False
+    """Where tp exceeds the number of KV heads, or with MLA: whether every rank stores all tokens of
+    its KV head. false: ranks with the same head store a part of the tokens each, and merge their
+    attention (decode context parallelism); blocks then have a multiple of that many tokens. true
+    needs more memory, but less communication."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRun:

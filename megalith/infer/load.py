@@ -47,6 +47,7 @@ from megalith.infer.cache import (
     check_cache_dtype,
     plan_cache,
     plan_pool,
+    token_groups,
 )
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
 from megalith.infer.engine import EngineCallback, InferenceEngine
@@ -130,6 +131,9 @@ class TextGenerator:
 
     step_adapters: StepAdapters | None = None
     """Adapters of the tokens of a step; None: the model was built without."""
+
+    replicate_kv_heads: bool = False
+    """See `InferenceParallelConfig`."""
 
 
 def open_source(
@@ -266,12 +270,14 @@ def load_text_generator(
     kernels: KernelSetting = "auto",
     mlp_chunks: int = 1,
     config: EngineConfig = DEFAULT_CONFIG,
+    replicate_kv_heads: bool = False,
 ) -> TextGenerator:
     """Build and load this rank's shard of the model, or of its pipeline stage. Collective over the
     mesh.
 
     `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `config`: that of the
-    engine, for the format of the weights, and the draft model or MTP layers.
+    engine, for the format of the weights, and the draft model or MTP layers; `replicate_kv_heads`:
+    see `InferenceParallelConfig`.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -335,6 +341,7 @@ def load_text_generator(
         ranks=mesh.world,
         link=connect_stages(model, mesh.pp, device),
         step_adapters=step_adapters,
+        replicate_kv_heads=replicate_kv_heads,
     )
 
 
@@ -449,6 +456,7 @@ def build_engine(
         tp=group.size,
         element_size=model.dtype.itemsize,
         dtype=config.cache.dtype,
+        replicate_kv_heads=generator.replicate_kv_heads,
         layers=model.stage.layers,
     )
     check_speculation(config, plan)
@@ -473,6 +481,7 @@ def build_engine(
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
+        groups=token_groups(model),
     )
     if config.batch_invariant:
         _check_invariant_backends(kernels)
@@ -570,6 +579,7 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
             tp=tp,
             element_size=element_size,
             dtype=config.cache.dtype,
+            replicate_kv_heads=generator.replicate_kv_heads,
         )
     if speculation.method != "draft_model":
         return None
@@ -579,7 +589,11 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
             "Pass the same config to load_generator."
         )
     plan = plan_cache(
-        generator.draft_model.config, tp=tp, element_size=element_size, dtype=config.cache.dtype
+        generator.draft_model.config,
+        tp=tp,
+        element_size=element_size,
+        dtype=config.cache.dtype,
+        replicate_kv_heads=generator.replicate_kv_heads,
     )
     check_speculation(config, plan)
     return plan
@@ -605,6 +619,7 @@ def build_speculator(
             num_blocks=-(-runner.cache.num_blocks * len(draft_plan.layout.groups) // num_groups),
             block_size=runner.cache.block_size,
             kernel=runner.cache.kernel,
+            groups=token_groups(generator.draft_model or model),
         )
         if generator.draft_model is None:
             longest = len(draft_plan.slots)

@@ -104,6 +104,7 @@ def load_engine(
         getattr(torch, name),
         kernels=run.kernels,
         config=run.engine,
+        replicate_kv_heads=run.parallel.replicate_kv_heads,
     )
     callbacks: list[EngineCallback] = []
     if worker.rank == 0:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
-from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
+from megalith.infer.cache import (
+    CachePlan,
+    PagedKVCache,
+    StepBlocks,
+    plan_cache,
+    plan_pool,
+    token_groups,
+)
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
@@ -53,10 +60,12 @@ def build(
     proposer: DraftProposer | None = None,
     draft_model: Decoder | None = None,
     link: PipelineLink | None = None,
+    replicate_kv_heads: bool = False,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
-    to the other pipeline stages; `engine`: fields of EngineConfig."""
+    to the other pipeline stages; `replicate_kv_heads`: of the parallel layout; `engine`: fields of
+    EngineConfig."""
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -72,6 +81,7 @@ def build(
         tp=tp,
         element_size=model.dtype.itemsize,
         dtype=config.cache.dtype,
+        replicate_kv_heads=replicate_kv_heads,
         layers=model.stage.layers,
     )
     # as many blocks on all stages
@@ -81,10 +91,13 @@ def build(
         num_blocks=size.num_blocks,
         block_size=block_size,
         batch_invariant=config.batch_invariant,
+        groups=token_groups(model),
     )
     check_speculation(config, plan)
     runner = ModelRunner(model, pool, link=link)
-    generator = TextGenerator(model, tokenizer, eos, draft_model=draft_model)
+    generator = TextGenerator(
+        model, tokenizer, eos, draft_model=draft_model, replicate_kv_heads=replicate_kv_heads
+    )
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
     if proposer is None and speculator is not None:
         proposer = speculator.proposer
