@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
@@ -333,7 +334,7 @@ def token_groups(model: Decoder) -> Mapping[str, Group]:
     return {"tp": model.tp_comm.group, "tp_copy": model.kv_replicas}
 
 
-NO_GROUPS: Mapping[str, Group] = {}
+NO_GROUPS: Mapping[str, Group] = MappingProxyType({})
 
 
 class PagedKVCache:
