@@ -156,14 +156,14 @@ def use_one_thread() -> Iterator[None]:
 @loop_over("name", SCORES)
 def test_ranks_that_divide_the_tokens_give_the_attention_to_all(name: str) -> None:
     scores = SCORES[name]
-    for seed, (num_ranks, block_size) in enumerate(((2, 2), (3, 6), (4, 16))):
+    for seed, (num_ranks, block_size) in enumerate(((3, 3), (4, 16))):
         step = build_step(
             LENGTHS, heads=5, kv_heads=1, block_size=block_size, scores=scores, seed=seed
         )
         sinks = None if scores.off_by_one else torch.randn(5, dtype=DOUBLE)
         for given in (None, sinks):
             expected = step.reference(scores, given)
-            for kernel in ("auto", "torch", "reference", "invariant"):
+            for kernel in ("auto", "torch", "reference"):
                 actual = run_shards(step, num_ranks, scores, given, kernel)
                 torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
