@@ -25,9 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from megalith.kernels.attention.dispatch import attention, visible_key_lengths
 from megalith.kernels.attention.kv_blocks import quantize_rows
 from megalith.kernels.attention.paged import (
+    GatheredKeys,
     PagedMetadata,
     build_paged_metadata,
-    gather,
     paged_attention,
     paged_latent_attention,
 )
@@ -122,7 +122,8 @@ def gather_and_attend(
 ) -> Tensor:
     """Gather the visible keys and values of all rows, and attend to them."""
     lengths = visible_key_lengths(metadata.lengths, scores)
-    k, v = (gather(cache, metadata, lengths, q.dtype) for cache in (keys, values))
+    gathered = GatheredKeys.locate(metadata, lengths)
+    k, v = (gathered.read(cache, q.dtype) for cache in (keys, values))
     return attention(q, k, v, seq_params_from_queries(list(lengths)), scores)
 
 

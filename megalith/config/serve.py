@@ -158,6 +158,12 @@ class InferenceParallelConfig:
     sp: bool = False
     """Sequence parallelism: between matmuls, each tensor-parallel rank has a part of the tokens."""
 
+    replicate_kv_heads: bool = False
+    """Where tp exceeds the number of KV heads, or with MLA: whether every rank stores all tokens of
+    its KV head. false: ranks with the same head store a part of the tokens each, and merge their
+    attention (decode context parallelism); blocks then have a multiple of that many tokens. true
+    needs more memory, but less communication."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRun:

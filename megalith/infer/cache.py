@@ -3,12 +3,17 @@
 Every attention stores its keys and values in blocks of `block_size` tokens, [blocks, g, T, d], so
 that the keys of one head and block are contiguous. Attentions with the same view (all tokens, a
 sliding window, a chunk) share the block tables that the scheduler plans: see `plan/serving`.
+
+Decode context parallelism: tensor-parallel ranks with the same KV head, or the same latent vectors,
+divide the tokens of every block among them (`TokenShard`) instead of storing all of them.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple, Unpack
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -21,6 +26,7 @@ from megalith.config.serve import EngineConfig, KVCacheDtype
 from megalith.errors import ConfigError
 from megalith.kernels.attention.kv_blocks import SCALE_NBYTES, KVBlocks, allocate_blocks
 from megalith.kernels.attention.paged import (
+    GatheredKeys,
     PagedMetadata,
     build_paged_metadata,
     paged_attention,
@@ -30,14 +36,20 @@ from megalith.kernels.attention.paged import (
 )
 from megalith.kernels.layer_inputs import Attend, AttendOptions, LayerCache, StateStep
 from megalith.kernels.packed import PackedSeqParams
+from megalith.models.decoder import Decoder
+from megalith.parallel.collectives import all_gather, all_gather_no_grad, all_to_all
+from megalith.parallel.group import Group
 from megalith.plan.serving.cache_layout import (
+    ALL_TOKENS,
     AttentionView,
     CacheLayout,
+    TokenShard,
     count_required_blocks,
     find_longest_sequence,
     plan_cache_layout,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SchedulerConfig
+from megalith.plan.shards import key_value_ranks, split_evenly
 
 TORCH_DTYPES: dict[KVCacheDtype, torch.dtype] = {
     "int8": torch.int8,
@@ -80,12 +92,46 @@ def count_attentions(model: ModelConfig, layers: range) -> tuple[int, int]:
     return sum(counts[: layers.start]), sum(counts)
 
 
+class TokenSharding(NamedTuple):
+    """Ranks that divide the tokens of an attention."""
+
+    axis: Literal["tp", "tp_copy"] = "tp_copy"
+    """Ranks with the same latent vectors, or with the same KV head."""
+
+    num_ranks: int = 1
+    num_heads: int = 0
+    """Query heads of all of them."""
+
+
+def plan_token_shardings(
+    model: ModelConfig, *, tp: int, replicate_kv_heads: bool = False
+) -> list[TokenSharding]:
+    """Return the ranks that divide the tokens of each attention of `attention_views`; with
+    `replicate_kv_heads` none do."""
+    num_copies = 1 if replicate_kv_heads else tp // key_value_ranks(model.num_kv_heads, tp)
+    shardings = []
+    for layer in range(model.num_layers):
+        own = model.at(layer)
+        of_keys = TokenSharding("tp_copy", num_copies, own.num_heads // own.num_kv_heads)
+        of_latents = TokenSharding("tp", 1 if replicate_kv_heads else tp, own.num_heads)
+        shardings.append(of_keys if own.mla is None else of_latents)
+        if model.uses_cross_layer_source(layer):
+            shardings.append(of_keys)
+    return shardings
+
+
 def kv_bytes_per_token(
-    model: ModelConfig, *, tp: int, element_size: int, dtype: KVCacheDtype = "auto"
+    model: ModelConfig,
+    *,
+    tp: int,
+    element_size: int,
+    dtype: KVCacheDtype = "auto",
+    replicate_kv_heads: bool = False,
 ) -> list[int]:
     """Return the bytes that each attention of `attention_views` stores per token on one of `tp`
-    ranks: keys and values of the local heads, or the latent vector and the shared rotated key; in
-    `dtype`, or for auto with `element_size` bytes per element."""
+    ranks: keys and values of the local heads, or the latent vector and the shared rotated key,
+    divided by the ranks that divide the tokens (rounded up); in `dtype`, or for auto with
+    `element_size` bytes per element."""
     sizes = []
     scale_size = 0
     if dtype != "auto":
@@ -100,7 +146,8 @@ def kv_bytes_per_token(
         sizes.append(size if model.attention_part(layer) == "full" else 0)
         if model.uses_cross_layer_source(layer):
             sizes.append(keys_and_values)
-    return sizes
+    shardings = plan_token_shardings(model, tp=tp, replicate_kv_heads=replicate_kv_heads)
+    return [-(-size // each.num_ranks) for size, each in zip(sizes, shardings, strict=True)]
 
 
 PADDING = -1
@@ -124,6 +171,16 @@ class CachePlan:
     dtype: KVCacheDtype = "auto"
     """Format of keys and values."""
 
+    shardings: tuple[TokenSharding, ...] = ()
+    """Of each attention; empty: every rank stores all tokens."""
+
+    block_multiple: int = 1
+    """Number of which the tokens of a block are a multiple, because ranks divide them."""
+
+    def round_block_size(self, block_size: int) -> int:
+        """Return the tokens of a block, at least `block_size`."""
+        return -(-block_size // self.block_multiple) * self.block_multiple
+
 
 def plan_cache(
     model: ModelConfig,
@@ -131,13 +188,21 @@ def plan_cache(
     tp: int,
     element_size: int,
     dtype: KVCacheDtype = "auto",
+    replicate_kv_heads: bool = False,
     layers: range | None = None,
 ) -> CachePlan:
     """Plan the KV cache of a model on one of `tp` ranks; arguments as of `kv_bytes_per_token`.
     `layers`: those of its pipeline stage, which stores their keys and values only, in the blocks
     that all stages plan."""
     views = attention_views(model)
-    sizes = kv_bytes_per_token(model, tp=tp, element_size=element_size, dtype=dtype)
+    sizes = kv_bytes_per_token(
+        model,
+        tp=tp,
+        element_size=element_size,
+        dtype=dtype,
+        replicate_kv_heads=replicate_kv_heads,
+    )
+    shardings = plan_token_shardings(model, tp=tp, replicate_kv_heads=replicate_kv_heads)
     layout = plan_cache_layout([view for view in views if view is not None])
     plugins = model.plugins.attention is not None or model.plugins.block is not None
     remaining = iter(layout.slots)
@@ -150,7 +215,15 @@ def plan_cache(
         if slot is not None:
             slot_sizes[slot[1]].add(size)
     bytes_per_token = sum(sum(sizes_of_slot) for sizes_of_slot in slot_sizes)
-    return CachePlan(layout, slots, bytes_per_token, has_states=plugins, dtype=dtype)
+    return CachePlan(
+        layout,
+        slots,
+        bytes_per_token,
+        has_states=plugins,
+        dtype=dtype,
+        shardings=tuple(shardings[first:last]),
+        block_multiple=math.lcm(*(each.num_ranks for each in shardings)),
+    )
 
 
 class PoolSize(NamedTuple):
@@ -170,10 +243,11 @@ def plan_pool(
         ConfigError: the pool cannot hold a sequence of `max_model_len` tokens.
     """
     cache = config.cache
+    block_size = plan.round_block_size(cache.block_size)
     count_blocks = partial(
         count_required_blocks,
         plan.layout.groups,
-        cache.block_size,
+        block_size,
         chunk=config.max_num_batched_tokens,
     )
     longest = model.max_seq_len if config.max_model_len is None else config.max_model_len
@@ -182,7 +256,7 @@ def plan_pool(
             f"max_model_len={longest} is more than model.max_seq_len={model.max_seq_len}, the "
             f"context length of the model. Set max_model_len to at most {model.max_seq_len}."
         )
-    block_bytes = plan.bytes_per_token * cache.block_size
+    block_bytes = plan.bytes_per_token * block_size
     useful = config.max_num_seqs * count_blocks(longest)
     fits = int(free_bytes * cache.memory_fraction) // max(1, block_bytes)
     num_blocks = min(useful, fits) if cache.num_blocks is None else cache.num_blocks
@@ -190,7 +264,7 @@ def plan_pool(
     if needed > num_blocks and config.max_model_len is None:
         longest = find_longest_sequence(
             plan.layout.groups,
-            cache.block_size,
+            block_size,
             num_blocks=num_blocks,
             chunk=config.max_num_batched_tokens,
             longest=longest,
@@ -200,7 +274,7 @@ def plan_pool(
         required = f"{needed} blocks ({needed * block_bytes / 2**20:.1f} MiB)"
         if cache.num_blocks is not None:
             raise ConfigError(
-                f"cache.num_blocks={num_blocks} of {cache.block_size} tokens cannot hold a "
+                f"cache.num_blocks={num_blocks} of {block_size} tokens cannot hold a "
                 f"sequence of max_model_len={max(1, longest)} tokens, which needs {required}. Set "
                 f"cache.num_blocks to {needed} or more, or max_model_len lower."
             )
@@ -227,6 +301,46 @@ def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerCo
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)  # layers share one object per group
+class TokenRankGroup:
+    """The ranks that divide the tokens of an attention; a `TokenRanks`."""
+
+    group: Group
+    heads: list[int]
+    """Query heads of each rank."""
+
+    @property
+    def shard(self) -> TokenShard:
+        """The tokens of this rank."""
+        return TokenShard(self.group.rank, self.group.size)
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        """Return the query heads of all ranks: q [t, n_local, d] -> [t, n, d]."""
+        return all_gather(q, self.group, dim=1, sizes=self.heads)
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks: [rows, g, d] -> [ranks * rows, g, d]."""
+        return all_gather_no_grad(rows, self.group)
+
+    def exchange_heads(self, x: Tensor) -> Tensor:
+        """Return what every rank has of this rank's heads: x [t, n, d] -> [ranks, t, n_local,
+        d]."""
+        num_local = self.heads[self.group.rank]
+        received = all_to_all(
+            x.transpose(0, 1), self.group, send=self.heads, receive=[num_local] * self.group.size
+        )
+        by_rank: Tensor = received.view(self.group.size, num_local, *received.shape[1:])
+        return by_rank.transpose(1, 2)
+
+
+def token_groups(model: Decoder) -> Mapping[str, Group]:
+    """Return the groups of a model whose ranks may divide the tokens, by `TokenSharding.axis`."""
+    return {"tp": model.tp_comm.group, "tp_copy": model.kv_replicas}
+
+
+NO_GROUPS: Mapping[str, Group] = MappingProxyType({})
+
+
 class PagedKVCache:
     """Block pool of a model on this rank, and the recurrent states of its sequences.
 
@@ -243,25 +357,39 @@ class PagedKVCache:
         batch_invariant: bool = False,
         kernel: BackendName = "auto",
         has_padding: bool = False,
+        groups: Mapping[str, Group] = NO_GROUPS,
     ) -> None:
         """`kernel`: backend of paged attention; `has_padding`: whether steps may have padding,
-        which is stored in a block of its own."""
-        self._has_padding = has_padding
-        self.plan, self.num_blocks, self.block_size = plan, num_blocks, block_size
+        which is stored in a block of its own; `groups`: `token_groups` of the model, if the plan
+        divides tokens. Blocks have at least `block_size` tokens."""
+        self.plan, self.num_blocks, self._has_padding = plan, num_blocks, has_padding
+        self.block_size = plan.round_block_size(block_size)
         self.batch_invariant, self.kernel = batch_invariant, kernel
-        self._pool: dict[tuple[int, str, tuple[int, int]], KVBlocks] = {}
+        shared = {one for one in plan.shardings if one.num_ranks > 1}
+        self._ranks = {
+            one: TokenRankGroup(groups[one.axis], split_evenly(one.num_heads, one.num_ranks))
+            for one in shared
+        }
+        self._pool: dict[tuple[int, str, tuple[int, int, int]], KVBlocks] = {}
         self._states: dict[tuple[int, int], Tensor] = {}
         """State of (attention, request)."""
         self._new_states: dict[tuple[int, int], Tensor] = {}
         """States of the current step, which replace the others when the step succeeds."""
 
-    def pool_of(self, slot: int, role: str, rows: Tensor) -> KVBlocks:
-        """Return the blocks [blocks, g, T, d] of a slot for rows like `rows` [t, g, d]."""
+    def ranks_of(self, index: int) -> TokenRankGroup | None:
+        """Return the ranks that divide the tokens of attention `index`; None: this rank stores all
+        of them."""
+        return self._ranks.get(self.plan.shardings[index]) if self._ranks else None
+
+    def pool_of(self, slot: int, role: str, rows: Tensor, shard: TokenShard) -> KVBlocks:
+        """Return the blocks [blocks, g, T, d] of a slot for rows like `rows` [t, g, d] and the
+        tokens of a shard."""
         heads, width = rows.shape[1], rows.shape[2]
-        pool_key = slot, role, (heads, width)
+        block_size = self.block_size // shard.num_ranks
+        pool_key = slot, role, (heads, block_size, width)
         pool = self._pool.get(pool_key)
         if pool is None:
-            shape = self.num_blocks + self._has_padding, heads, self.block_size, width
+            shape = self.num_blocks + self._has_padding, heads, block_size, width
             pool = allocate_blocks(shape, rows, TORCH_DTYPES.get(self.plan.dtype, rows.dtype))
             self._pool[pool_key] = pool
         return pool
@@ -325,53 +453,76 @@ class StepBlocks:
     views: Sequence[AttentionView]
     block_size: int
     device: torch.device
-    _metadata: dict[int, PagedMetadata] = field(default_factory=dict)
-    _store_slots: dict[int, Tensor] = field(default_factory=dict)
-    _gather_slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _metadata: dict[tuple[int, TokenRankGroup | None], PagedMetadata] = field(default_factory=dict)
+    _stored: dict[tuple[int, TokenShard], tuple[Tensor | None, Tensor]] = field(
+        default_factory=dict
+    )
+    _gathered: dict[tuple[int, TokenRankGroup | None], GatheredKeys] = field(default_factory=dict)
 
     @cached_property
     def _lengths(self) -> tuple[tuple[int, int], ...]:
         return tuple((row.count, row.start + row.count) for row in self.rows)
 
-    def metadata(self, group: int) -> PagedMetadata:
-        """Return block tables and lengths of a group for the paged kernels."""
-        if group not in self._metadata:
+    def metadata(self, group: int, ranks: TokenRankGroup | None) -> PagedMetadata:
+        """Return block tables and lengths of a KV cache group for the paged kernels; `ranks`: those
+        that divide the tokens."""
+        key = group, ranks
+        if key not in self._metadata:
             tables = [row.block_tables[group] for row in self.rows]
             table = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
             for number, blocks in enumerate(tables):
                 table[number, : len(blocks)] = blocks
-            self._metadata[group] = build_paged_metadata(
-                torch.from_numpy(table).to(self.device), self._lengths, self.block_size
+            block_size = self.block_size // (1 if ranks is None else ranks.group.size)
+            self._metadata[key] = build_paged_metadata(
+                torch.from_numpy(table).to(self.device), self._lengths, block_size, ranks
             )
-        return self._metadata[group]
+        return self._metadata[key]
 
-    def store_slots(self, group: int) -> Tensor:
-        """Return where the step's tokens are stored: int64 [t], block * block_size + offset."""
-        if group not in self._store_slots:
-            parts = [self._slots(row, group, row.start, row.start + row.count) for row in self.rows]
-            self._store_slots[group] = torch.from_numpy(np.concatenate(parts)).to(self.device)
-        return self._store_slots[group]
+    def stored_tokens(self, group: int, shard: TokenShard) -> tuple[Tensor | None, Tensor]:
+        """Return which of the step's tokens are stored, int64 [t_stored] or None for all, and
+        where: int64 [t_stored], block * tokens of a block + offset."""
+        key = group, shard
+        if key not in self._stored:
+            counts = [row.count for row in self.rows]
+            shifts = [row.start for row in self.rows] - (np.cumsum(counts) - counts)
+            parts = [self._stored_positions(row, shard) for row in self.rows]
+            slots = [
+                self._slots(row.block_tables[group], positions, shard)
+                for row, positions in zip(self.rows, parts, strict=True)
+            ]
+            tokens = None
+            if shard.num_ranks > 1:
+                indices = [part - shift for part, shift in zip(parts, shifts, strict=True)]
+                tokens = torch.from_numpy(np.concatenate(indices)).to(self.device)
+            self._stored[key] = tokens, torch.from_numpy(np.concatenate(slots)).to(self.device)
+        return self._stored[key]
 
-    def gather_slots(self, group: int) -> tuple[Tensor, Tensor]:
-        """Return (block, offset), int64 each, of the keys that the queries attend to: of each row
-        the last ones, as many as `kernels/attention/dispatch` expects."""
-        if group not in self._gather_slots:
-            view, parts = self.views[group], []
-            for row in self.rows:
-                end = row.start + row.count
-                parts.append(self._slots(row, group, row.start - view.before(row.start), end))
-            slots = torch.from_numpy(np.concatenate(parts)).to(self.device)
-            self._gather_slots[group] = slots // self.block_size, slots % self.block_size
-        return self._gather_slots[group]
+    def gathered_keys(self, group: int, ranks: TokenRankGroup | None) -> GatheredKeys:
+        """Return the places of the keys that the queries attend to: of each row the last ones, as
+        many as `kernels/attention/dispatch` expects."""
+        key = group, ranks
+        if key not in self._gathered:
+            view = self.views[group]
+            lengths = tuple((row.count, view.before(row.start) + row.count) for row in self.rows)
+            self._gathered[key] = GatheredKeys.locate(self.metadata(group, ranks), lengths)
+        return self._gathered[key]
 
-    def _slots(self, row: PlannedRow, group: int, start: int, end: int) -> NDArray[np.int64]:
-        """Return the slots of tokens start to end - 1 of a row."""
-        positions = np.arange(start, end)
-        first = start // self.block_size
-        last = -(-end // self.block_size)
-        table = np.asarray(row.block_tables[group][first:last], dtype=np.int64)
-        offsets = positions % self.block_size
-        return table[positions // self.block_size - first] * self.block_size + offsets
+    def _stored_positions(self, row: PlannedRow, shard: TokenShard) -> NDArray[np.int64]:
+        """Return the positions of the step's tokens of a row that are in a shard."""
+        first = row.start + (shard.rank - row.start) % shard.num_ranks
+        return np.arange(first, row.start + row.count, shard.num_ranks)
+
+    def _slots(
+        self, block_table: list[int], positions: NDArray[np.int64], shard: TokenShard
+    ) -> NDArray[np.int64]:
+        """Return the slots of the tokens at ascending positions, all of them in a shard."""
+        if not len(positions):
+            return positions
+        first, last = int(positions[0]) // self.block_size, int(positions[-1]) // self.block_size
+        blocks = np.asarray(block_table[first : last + 1], dtype=np.int64)
+        block_size = self.block_size // shard.num_ranks
+        offsets = positions // shard.num_ranks % block_size
+        return blocks[positions // self.block_size - first] * block_size + offsets
 
 
 class PagedLayerCache:
@@ -381,6 +532,7 @@ class PagedLayerCache:
         self, cache: PagedKVCache, step: StepBlocks, index: int, slot: tuple[int, int] | None
     ) -> None:
         self._cache, self._step, self._index, self._slot = cache, step, index, slot
+        self._ranks = cache.ranks_of(index)
 
     def attend(
         self,
@@ -456,11 +608,13 @@ class PagedLayerCache:
         return y
 
     def _store(self, role: str, rows: Tensor) -> KVBlocks:
-        """Store rows [t, g, d] in their blocks and return the blocks."""
+        """Store the rows [t, g, d] of this rank's tokens in their blocks and return the blocks."""
         assert self._slot is not None, f"attention {self._index} stores keys without a slot"
         group, slot = self._slot
-        blocks = self._cache.pool_of(slot, role, rows)
-        store(blocks, rows, self._step.store_slots(group))
+        shard = ALL_TOKENS if self._ranks is None else self._ranks.shard
+        blocks = self._cache.pool_of(slot, role, rows, shard)
+        tokens, slots = self._step.stored_tokens(group, shard)
+        store(blocks, rows if tokens is None else rows[tokens], slots)
         return blocks
 
     def _store_parts(self, rows: Tensor, value_size: int) -> tuple[KVBlocks, KVBlocks]:
@@ -472,14 +626,14 @@ class PagedLayerCache:
     def _gather(self, blocks: KVBlocks, dtype: torch.dtype) -> Tensor:
         """Return the rows [t_kv, g, d] that the queries attend to."""
         assert self._slot is not None
-        return blocks.read(*self._step.gather_slots(self._slot[0]), dtype)
+        return self._step.gathered_keys(self._slot[0], self._ranks).read(blocks, dtype)
 
     def _gather_parts(self, parts: tuple[KVBlocks, KVBlocks], dtype: torch.dtype) -> Tensor:
         return torch.cat([self._gather(part, dtype) for part in parts], dim=-1)
 
     def _metadata(self) -> PagedMetadata:
         assert self._slot is not None
-        return self._step.metadata(self._slot[0])
+        return self._step.metadata(self._slot[0], self._ranks)
 
     def _supports(self, options: AttendOptions, seq_params: PackedSeqParams) -> bool:
         """Whether the paged kernel supports the scores and the attention mask."""

@@ -348,9 +348,11 @@ class InferenceEngine:
         groups = len(cache.plan.layout.groups)
         mib = cache.num_blocks * cache.block_size * cache.plan.bytes_per_token / 2**20
         attention = "gathered keys" if self.model_config.positions == "relative" else "paged"
+        num_ranks = cache.plan.block_multiple
+        division = f" divided among {num_ranks} ranks" if num_ranks > 1 else ""
         return (
-            f"inference engine: {cache.num_blocks} KV cache blocks of {cache.block_size} tokens in "
-            f"{groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB; "
+            f"inference engine: {cache.num_blocks} KV cache blocks of {cache.block_size} tokens"
+            f"{division} in {groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB; "
             f"at most {config.max_num_seqs} sequences of "
             f"{self.max_model_len} tokens, {config.max_num_batched_tokens} tokens per step; "
             f"attention: {attention}; small-batch matmuls: {self.runner.limits}"

@@ -47,6 +47,7 @@ from megalith.infer.cache import (
     check_cache_dtype,
     plan_cache,
     plan_pool,
+    token_groups,
 )
 from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
 from megalith.infer.engine import EngineCallback, InferenceEngine
@@ -136,6 +137,9 @@ class TextGenerator:
 
     step_adapters: StepAdapters | None = None
     """Adapters of the tokens of a step; None: the model was built without."""
+
+    replicate_kv_heads: bool = False
+    """See `InferenceParallelConfig`."""
 
 
 def open_source(
@@ -303,7 +307,8 @@ def load_text_generator(
     mesh.
 
     `kernels`: backends; `mlp_chunks`: chunks in which MLPs process prompts; `config`: that of the
-    engine, for the format of the weights, and the draft model or MTP layers.
+    engine, for the format of the weights, and the draft model or MTP layers; `parallel`: that of
+    the mesh.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -370,6 +375,7 @@ def load_text_generator(
         expert_peers=find_expert_peers(layout, mesh),
         link=connect_stages(model, mesh.pp, device),
         step_adapters=step_adapters,
+        replicate_kv_heads=parallel.replicate_kv_heads,
     )
 
 
@@ -492,6 +498,7 @@ def build_engine(
         tp=group.size,
         element_size=model.dtype.itemsize,
         dtype=config.cache.dtype,
+        replicate_kv_heads=generator.replicate_kv_heads,
         layers=model.stage.layers,
     )
     check_speculation(config, plan)
@@ -517,6 +524,7 @@ def build_engine(
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
         has_padding=not model.tp_comm.invariant or generator.expert_peers.size > 1,
+        groups=token_groups(model),
     )
     if config.batch_invariant:
         _check_invariant_backends(kernels)
@@ -622,6 +630,7 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
             tp=tp,
             element_size=element_size,
             dtype=config.cache.dtype,
+            replicate_kv_heads=generator.replicate_kv_heads,
         )
     if speculation.method != "draft_model":
         return None
@@ -631,7 +640,11 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
             "Pass the same config to load_generator."
         )
     plan = plan_cache(
-        generator.draft_model.config, tp=tp, element_size=element_size, dtype=config.cache.dtype
+        generator.draft_model.config,
+        tp=tp,
+        element_size=element_size,
+        dtype=config.cache.dtype,
+        replicate_kv_heads=generator.replicate_kv_heads,
     )
     check_speculation(config, plan)
     return plan
@@ -657,6 +670,7 @@ def build_speculator(
             num_blocks=-(-runner.cache.num_blocks * len(draft_plan.layout.groups) // num_groups),
             block_size=runner.cache.block_size,
             kernel=runner.cache.kernel,
+            groups=token_groups(generator.draft_model or model),
         )
         if generator.draft_model is None:
             longest = len(draft_plan.slots)

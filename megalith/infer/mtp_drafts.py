@@ -15,6 +15,7 @@ from megalith.infer.cache import (
     StepBlocks,
     attention_views,
     kv_bytes_per_token,
+    plan_token_shardings,
 )
 from megalith.infer.draft_model import DraftCache, plan_row, without_logprobs
 from megalith.infer.runner import ModelRunner
@@ -34,9 +35,10 @@ def plan_mtp_cache(
     tp: int,
     element_size: int,
     dtype: KVCacheDtype = "auto",
+    replicate_kv_heads: bool = False,
 ) -> CachePlan:
-    """Plan the KV cache of the first `num_layers` MTP layers on one of `tp` ranks; they have the
-    attention of the last layer.
+    """Plan the KV cache of the first `num_layers` MTP layers, which have the attention of the last
+    layer; arguments as of `plan_cache`.
 
     Raises:
         ConfigError: the model has fewer MTP layers, or they cannot generate.
@@ -55,8 +57,23 @@ def plan_mtp_cache(
             "has no attention, or attends to an earlier layer. Set speculation.method to ngram."
         )
     layout = plan_cache_layout([view] * num_layers)
-    size = kv_bytes_per_token(model, tp=tp, element_size=element_size, dtype=dtype)[-1]
-    return CachePlan(layout, layout.slots, size * num_layers, has_states=False, dtype=dtype)
+    sharding = plan_token_shardings(model, tp=tp, replicate_kv_heads=replicate_kv_heads)[-1]
+    size = kv_bytes_per_token(
+        model,
+        tp=tp,
+        element_size=element_size,
+        dtype=dtype,
+        replicate_kv_heads=replicate_kv_heads,
+    )[-1]
+    return CachePlan(
+        layout,
+        layout.slots,
+        size * num_layers,
+        has_states=False,
+        dtype=dtype,
+        shardings=(sharding,) * num_layers,
+        block_multiple=sharding.num_ranks,
+    )
 
 
 @dataclass(slots=True)

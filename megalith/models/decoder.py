@@ -139,6 +139,8 @@ class Decoder(nn.Module):
         super().__init__()
         config, tp_comm = context.model, context.tp_comm
         self.config, self.dtype, self.tp_comm = config, context.dtype, tp_comm
+        self.kv_replicas = context.mesh.over("tp_copy")
+        """Tensor-parallel ranks with the same KV head."""
         self.stream_dtype = stream_dtype(config, context.dtype)
         self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
         first_trained = context.first_backward_layer

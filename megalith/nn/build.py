@@ -14,7 +14,6 @@ from megalith.config.lora import LoraConfig, find_lora_target, has_adapters, lor
 from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
-from megalith.errors import ConfigError
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.grouped_linear import GroupedMatmulOps
 from megalith.kernels.linear import PLAIN, MatmulOps
@@ -199,11 +198,7 @@ class BuildContext:
         return self.lora is not None and has_adapters(shard.name, self.lora, self.model)
 
     def _find_step_adapters(self, shard: Shard) -> StepAdapters | None:
-        """Return the adapters of the tokens if a linear layer can have some.
-
-        Raises:
-            ConfigError: no rank has all tokens.
-        """
+        """Return the adapters of the tokens if a linear layer can have some."""
         can_adapt = find_lora_target(shard.name) in lora_matrices(self.model)
         return self.step_adapters if can_adapt else None
 

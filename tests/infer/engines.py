@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
-from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, plan_cache, plan_pool
+from megalith.infer.cache import (
+    CachePlan,
+    PagedKVCache,
+    StepBlocks,
+    plan_cache,
+    plan_pool,
+    token_groups,
+)
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
@@ -54,10 +61,12 @@ def build(
     draft_model: Decoder | None = None,
     link: PipelineLink | None = None,
     expert_peers: Group = SINGLE_RANK,
+    replicate_kv_heads: bool = False,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
-    to the other pipeline stages; `expert_peers`: ranks that share experts; `engine`: fields of
+    to the other pipeline stages; `expert_peers`: ranks that share experts;
+    `replicate_kv_heads`: of the parallel layout; `engine`: fields of
     EngineConfig."""
     cache = CacheConfig(
         block_size=block_size,
@@ -74,6 +83,7 @@ def build(
         tp=tp,
         element_size=model.dtype.itemsize,
         dtype=config.cache.dtype,
+        replicate_kv_heads=replicate_kv_heads,
         layers=model.stage.layers,
     )
     # as many blocks on all stages
@@ -84,10 +94,13 @@ def build(
         block_size=block_size,
         batch_invariant=config.batch_invariant,
         has_padding=not model.tp_comm.invariant or expert_peers.size > 1,
+        groups=token_groups(model),
     )
     check_speculation(config, plan)
     runner = ModelRunner(model, pool, link=link, expert_peers=expert_peers)
-    generator = TextGenerator(model, tokenizer, eos, draft_model=draft_model)
+    generator = TextGenerator(
+        model, tokenizer, eos, draft_model=draft_model, replicate_kv_heads=replicate_kv_heads
+    )
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
     if proposer is None and speculator is not None:
         proposer = speculator.proposer

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from megalith.config.generation import SamplingParams
 from megalith.config.lora import LoraConfig
 from megalith.config.model import MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.parallel import ParallelConfig
 from megalith.config.serve import (
     CacheConfig,
     EngineConfig,
@@ -40,8 +38,7 @@ from megalith.infer.load import (
 )
 from megalith.infer.outputs import RequestOutput
 from megalith.models.decoder import Decoder
-from megalith.nn.batched_lora import AdapterGroup, BatchedLora, StepAdapters
-from megalith.nn.build import build_context
+from megalith.nn.batched_lora import AdapterGroup, BatchedLora
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.serving.scheduler import PlannedRow
 from megalith.testing.ranks import run_ranks
@@ -579,14 +576,7 @@ def test_invalid_settings_are_reported(settings: dict[str, Any], message: str) -
     assert message in problem
 
 
-def test_layers_that_do_not_have_all_tokens_are_rejected(
-    folders: Folders, tiny: SimpleNamespace
-) -> None:
+def test_chunks_of_mlps_are_rejected(folders: Folders) -> None:
     source, mesh = open_source(str(folders.base), 1), build_single_rank_mesh()
     with pytest.raises(ConfigError, match="--mlp-chunks=2 with max_adapters=2: chunks of MLPs"):
         load_text_generator(source, mesh, CPU, torch.float32, mlp_chunks=2, config=ENGINE)
-    context = build_context(
-        source.model, mesh, ParallelConfig(sp=True), step_adapters=StepAdapters()
-    )
-    with pytest.raises(ConfigError, match="max_adapters with parallel.sp=true: adapters of"):
-        Decoder(context)

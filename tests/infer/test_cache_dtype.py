@@ -270,12 +270,14 @@ def read_scales_of(dim: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def copy_without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy-on-write copies the data of a block only."""
+    """Copy-on-write copies the data of a block only; the scales of the copy are old ones."""
     copy = KVBlocks.copy
 
     def planted(self: KVBlocks, pairs: Sequence[tuple[int, int]]) -> None:
         KVBlocks.copy = copy  # type: ignore[method-assign]
         self._replace(scales=None, data=self.data.view(torch.uint8)).copy(pairs)
+        assert self.scales is not None
+        self.scales[[destination for _, destination in pairs]] = 1.0
         KVBlocks.copy = planted  # type: ignore[method-assign]
 
     monkeypatch.setattr(KVBlocks, "copy", planted)

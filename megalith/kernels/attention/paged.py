@@ -10,6 +10,10 @@ them in order, so that the output of a query is bitwise the same for every divis
 into steps, other rows, number of threads and block size. Source: Kwon et al. 2023,
 arXiv:2309.06180 (paged KV cache); Dao et al. 2023, "Flash-Decoding" (segments of one sequence).
 
+Under decode context parallelism each rank stores a part of the tokens (`TokenShard`): the queries
+of all heads that share them are gathered, each rank attends to its own keys, and the outputs are
+merged by log-sum-exp in the order of ranks. A prefill gathers the keys from the ranks instead.
+
 Blocks in int8 or fp8 are dequantized while they are read: the numba backend multiplies the scores
 by the scales of the keys, and the weights by those of the values.
 """
@@ -18,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +36,7 @@ from megalith.kernels.attention.dispatch import attention, reference_attention, 
 from megalith.kernels.attention.kv_blocks import KVBlocks, as_blocks
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.packed import PackedSeqParams, seq_params_from_queries
+from megalith.plan.serving.cache_layout import ALL_TOKENS, TokenShard
 
 Lengths = tuple[tuple[int, int], ...]
 PagedBackend = Literal["numba", "torch", "reference"]
@@ -52,6 +57,26 @@ MAX_TILE_ROWS = 64
 
 MAX_GATHERED_ELEMENTS = 1 << 26
 """Elements that the torch backend gathers at once: heuristic, 256 MiB in fp32."""
+
+
+class TokenRanks(Protocol):
+    """Communication among the ranks that divide the tokens of every sequence: each method is a
+    collective."""
+
+    @property
+    def shard(self) -> TokenShard:
+        """The tokens of this rank."""
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        """Return the query heads of all ranks: q [t, n_local, d] -> [t, n, d]."""
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, equally many of each: [rows, g, d] -> [ranks * rows, g,
+        d]."""
+
+    def exchange_heads(self, x: Tensor) -> Tensor:
+        """Return what every rank has of this rank's heads: x [t, n, d] -> [ranks, t, n_local,
+        d]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors do not compare to one truth value
@@ -75,7 +100,15 @@ class PagedMetadata:
     """(queries, keys) of each row, on the host; a row may have no queries."""
 
     block_size: int
-    """Tokens per block."""
+    """Tokens per block, of those that this rank stores."""
+
+    ranks: TokenRanks | None = None
+    """Ranks that store the other tokens; None: this rank stores all of them."""
+
+    @property
+    def shard(self) -> TokenShard:
+        """The tokens that this rank stores."""
+        return ALL_TOKENS if self.ranks is None else self.ranks.shard
 
     @property
     def num_tokens(self) -> int:
@@ -84,10 +117,13 @@ class PagedMetadata:
 
 
 def build_paged_metadata(
-    block_tables: Tensor, lengths: Sequence[tuple[int, int]], block_size: int
+    block_tables: Tensor,
+    lengths: Sequence[tuple[int, int]],
+    block_size: int,
+    ranks: TokenRanks | None = None,
 ) -> PagedMetadata:
     """Return the metadata of rows with (queries, keys) of `lengths`; block_tables int32 [rows,
-    max_blocks]."""
+    max_blocks]; `ranks`: those that divide the tokens."""
     device = block_tables.device
     starts = [0, *accumulate(queries for queries, _ in lengths)]
     return PagedMetadata(
@@ -96,6 +132,7 @@ def build_paged_metadata(
         kv_lengths=torch.tensor([k for _, k in lengths], dtype=torch.int32, device=device),
         lengths=tuple(lengths),
         block_size=block_size,
+        ranks=ranks,
     )
 
 
@@ -130,6 +167,12 @@ class _PagedKeys(NamedTuple):
         """Return an uninitialized output [t, n, d_v]."""
         q = self.queries[0]
         return q.new_empty(*q.shape[:2], self.value_width)
+
+    def new_partial_output(self) -> Tensor:
+        """Return an uninitialized output and log-sum-exp, [t, n, d_v + 1], in fp32 or float64."""
+        q = self.queries[0]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(*q.shape[:2], self.value_width + 1, dtype=dtype)
 
 
 # --- storing
@@ -240,7 +283,7 @@ def _attend(
     if kernel == "reference":
         return _gathered(paged, metadata, scores, sinks, reference_attention)
     backend = select_paged_backend(paged, kernel)
-    attend = _numba if backend == "numba" else _torch
+    attend: PagedFunction = partial(_attend_sharded, _numba if backend == "numba" else _torch)
     is_prefill = [queries > MAX_KERNEL_QUERIES for queries, _ in metadata.lengths]
     if batch_invariant or kernel != "auto" or not any(is_prefill):
         return attend(paged, metadata, scores, sinks)
@@ -254,6 +297,62 @@ def _attend(
 
 
 PagedFunction = Callable[[_PagedKeys, PagedMetadata, Scores, Tensor | None], Tensor]
+
+
+class PagedKernel(Protocol):
+    """Attention to the keys of this rank: [t, n, d_v], or with `is_partial` the output and its
+    log-sum-exp, [t, n, d_v + 1] in fp32 or float64."""
+
+    def __call__(
+        self,
+        paged: _PagedKeys,
+        metadata: PagedMetadata,
+        scores: Scores,
+        sinks: Tensor | None,
+        *,
+        is_partial: bool = False,
+    ) -> Tensor:
+        """Return the output."""
+
+
+def _attend_sharded(
+    attend: PagedKernel,
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention to the keys of this rank, and of those with the other tokens if there are any."""
+    ranks = metadata.ranks
+    if ranks is None:
+        return attend(paged, metadata, scores, sinks)
+    q = paged.queries[0]
+    if scores.off_by_one:
+        sinks = q.new_zeros(q.shape[1])
+    queries = tuple(ranks.gather_heads(part) for part in paged.queries)
+    without_sink = replace(scores, off_by_one=False)
+    local = attend(paged._replace(queries=queries), metadata, without_sink, None, is_partial=True)
+    return merge_partial_attention(ranks.exchange_heads(local), sinks).to(q.dtype)
+
+
+def merge_partial_attention(partial_outputs: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Merge attention to disjoint sets of keys: outputs and their log-sum-exps, [sets, t, n, d_v +
+    1], -> [t, n, d_v]. The sums are in the order of sets; `sinks` [n]: see `masked_attention`.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
+    """
+    outputs, lse = partial_outputs[..., :-1], partial_outputs[..., -1:]
+    largest = lse.amax(0)
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype).view(1, -1, 1)
+        largest = torch.maximum(largest, sinks)
+    weights = (lse - largest).exp()
+    total = torch.zeros_like(largest) if sinks is None else (sinks - largest).exp()
+    merged = torch.zeros_like(outputs[0])
+    for weight, output in zip(weights, outputs, strict=True):
+        total = total + weight
+        merged = merged + weight * output
+    return merged / total
 
 
 def select_paged_backend(paged: _PagedKeys, kernel: BackendName) -> PagedBackend:
@@ -294,7 +393,7 @@ def _attend_rows(
     starts = list(accumulate((queries for queries, _ in metadata.lengths), initial=0))
     tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(out.device)
     tables = metadata.block_tables[torch.tensor(rows, device=out.device)]
-    part = build_paged_metadata(tables, lengths, metadata.block_size)
+    part = build_paged_metadata(tables, lengths, metadata.block_size, metadata.ranks)
     queries = tuple(q[tokens] for q in paged.queries)
     out[tokens] = attend(paged._replace(queries=queries), part, scores, sinks)
 
@@ -302,20 +401,59 @@ def _attend_rows(
 # --- gather
 
 
-def gather(
-    cache: Tensor | KVBlocks, metadata: PagedMetadata, lengths: Lengths, dtype: torch.dtype
-) -> Tensor:
-    """Return the last keys or values of each row in `dtype`, as many as `lengths` says (queries,
-    keys): cache [blocks, g, T, d] -> [t_kv, g, d]."""
-    stored = as_blocks(cache)
-    device, block_size = stored.data.device, metadata.block_size
-    num_kept = torch.tensor([keys for _, keys in lengths])
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), num_kept)
-    first = torch.tensor([keys for _, keys in metadata.lengths]) - num_kept
-    starts = num_kept.cumsum(0) - num_kept
-    positions = (torch.arange(len(rows)) + (first - starts)[rows]).to(device)
-    blocks = metadata.block_tables[rows.to(device), positions // block_size].long()
-    return stored.read(blocks, positions % block_size, dtype)
+class GatheredKeys(NamedTuple):
+    """Where the last keys of each row are: those that this rank stores, and their order among the
+    rows of all ranks. Layers with the same view share it."""
+
+    blocks: Tensor
+    """int64 [stored]."""
+
+    offsets: Tensor
+    """int64 [stored]: places in their blocks."""
+
+    places: Tensor | None
+    """int64 [t_kv]: place of each key among those of all ranks, each padded to the same number;
+    None: this rank stores all of them."""
+
+    num_padded: int
+    """Number of keys of a rank after padding."""
+
+    ranks: TokenRanks | None
+
+    @staticmethod
+    def locate(metadata: PagedMetadata, lengths: Lengths) -> "GatheredKeys":
+        """Return the places of as many last keys of each row as `lengths` says (queries, keys)."""
+        shard, block_size = metadata.shard, metadata.block_size
+        num_kept = torch.tensor([keys for _, keys in lengths])
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), num_kept)
+        first = torch.tensor([keys for _, keys in metadata.lengths]) - num_kept
+        starts = num_kept.cumsum(0) - num_kept
+        positions = torch.arange(len(rows)) + (first - starts)[rows]
+        places, num_padded = None, len(rows)
+        if metadata.ranks is not None:
+            owners = positions % shard.num_ranks
+            counts = torch.bincount(owners, minlength=shard.num_ranks)
+            num_padded = int(counts.max())
+            by_owner = owners.argsort(stable=True)
+            shift = torch.arange(shard.num_ranks) * num_padded - (counts.cumsum(0) - counts)
+            places = torch.empty_like(positions)
+            places[by_owner] = torch.arange(len(rows)) + shift[owners[by_owner]]
+            stored = owners == shard.rank
+            rows, positions = rows[stored], positions[stored] // shard.num_ranks
+            places = places.to(metadata.block_tables.device)
+        rows, positions = (x.to(metadata.block_tables.device) for x in (rows, positions))
+        blocks = metadata.block_tables[rows, positions // block_size].long()
+        return GatheredKeys(blocks, positions % block_size, places, num_padded, metadata.ranks)
+
+    def read(self, cache: Tensor | KVBlocks, dtype: torch.dtype) -> Tensor:
+        """Return the keys or values in `dtype`, of all ranks: cache [blocks, g, T, d] -> [t_kv, g,
+        d]."""
+        rows = as_blocks(cache).read(self.blocks, self.offsets, dtype)
+        if self.ranks is None or self.places is None:
+            return rows
+        padded = rows.new_zeros(self.num_padded, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        return self.ranks.gather_rows(padded)[self.places]
 
 
 def _gathered(
@@ -325,13 +463,14 @@ def _gathered(
     sinks: Tensor | None,
     attend: Callable[[Tensor, Tensor, Tensor, PackedSeqParams, Scores, Tensor | None], Tensor],
 ) -> Tensor:
-    """Gather the visible keys and values of all rows and call `attend`."""
+    """Gather the visible keys and values of all rows, of all ranks, and call `attend`."""
     lengths = tuple((q, k if q else 0) for q, k in metadata.lengths)
     lengths = visible_key_lengths(lengths, scores)
     dtype = paged.queries[0].dtype
-    keys = [gather(cache, metadata, lengths, dtype) for cache in paged.keys]
+    gathered = GatheredKeys.locate(metadata, lengths)
+    keys = [gathered.read(cache, dtype) for cache in paged.keys]
     is_latent = paged.values is paged.keys[0]
-    values = keys[0] if is_latent else gather(paged.values, metadata, lengths, dtype)
+    values = keys[0] if is_latent else gathered.read(paged.values, dtype)
     q, k = (x[0] if len(x) == 1 else torch.cat(x, dim=-1) for x in (list(paged.queries), keys))
     seq_params = seq_params_from_queries(list(lengths), device=q.device)
     return attend(q, k, values, seq_params, scores, sinks)
@@ -341,10 +480,15 @@ def _gathered(
 
 
 def _torch(
-    paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    *,
+    is_partial: bool = False,
 ) -> Tensor:
     """Attention of rows with equally many queries and similarly many keys in one batch."""
-    q, out = paged.queries[0], paged.new_output()
+    q, out = paged.queries[0], paged.new_partial_output() if is_partial else paged.new_output()
     visible = visible_key_lengths(metadata.lengths, scores)
     starts = list(accumulate((queries for queries, _ in metadata.lengths), initial=0))
     for rows in _batches_of_rows(visible, paged):
@@ -352,7 +496,7 @@ def _torch(
         first_tokens = torch.tensor([starts[row] for row in rows], device=q.device)
         tokens = first_tokens.unsqueeze(1) + torch.arange(queries, device=q.device)
         positions = _KeyPositions.of_rows(rows, visible, metadata, scores)
-        out[tokens] = _attend_batch(paged, tokens, positions, scores, sinks)
+        out[tokens] = _attend_batch(paged, tokens, positions, scores, sinks, is_partial=is_partial)
     return out
 
 
@@ -393,16 +537,19 @@ class _KeyPositions(NamedTuple):
         rows: list[int], visible: Lengths, metadata: PagedMetadata, scores: Scores
     ) -> "_KeyPositions":
         """Return the places of the keys that the queries of these rows see."""
-        device = metadata.block_tables.device
-        lengths = torch.tensor([metadata.lengths[row] for row in rows], device=device)
-        num_queries, longest = visible[rows[0]][0], max(visible[row][1] for row in rows)
-        num_visible = torch.tensor([visible[row][1] for row in rows], device=device)
-        positions = (lengths[:, 1] - num_visible).unsqueeze(1) + torch.arange(
-            longest, device=device
+        device, shard = metadata.block_tables.device, metadata.shard
+        num_queries, total = visible[rows[0]][0], [metadata.lengths[row][1] for row in rows]
+        # among the stored keys of each row
+        firsts = [shard.count_before(metadata.lengths[row][1] - visible[row][1]) for row in rows]
+        ends = [shard.count_before(keys) for keys in total]
+        longest = max(1, *(end - first for first, end in zip(firsts, ends, strict=True)))
+        first, end, own = (
+            torch.tensor(each, device=device).unsqueeze(1) for each in (firsts, ends, total)
         )
-        is_key = positions < lengths[:, 1:]
-        own = lengths[:, 1:] - num_queries + torch.arange(num_queries, device=device)
-        keys, own = positions.unsqueeze(1), own.unsqueeze(2)
+        stored = first + torch.arange(longest, device=device)
+        is_key = stored < end
+        own = own - num_queries + torch.arange(num_queries, device=device)
+        keys, own = (stored * shard.num_ranks + shard.rank).unsqueeze(1), own.unsqueeze(2)
         mask = keys <= own
         if scores.window is not None:
             first = own - scores.window + 1
@@ -412,10 +559,11 @@ class _KeyPositions(NamedTuple):
                 else first
             )
             mask &= keys >= first
-        positions = positions.where(is_key, 0)
+        stored = stored.where(is_key, 0)
         tables = metadata.block_tables[torch.tensor(rows, device=device)].long()
-        blocks = tables.gather(1, positions // metadata.block_size).where(is_key, 0)
-        return _KeyPositions(blocks, positions % metadata.block_size, is_key, mask)
+        blocks = tables.gather(1, stored // metadata.block_size).where(is_key, 0)
+        mask &= is_key.unsqueeze(1)
+        return _KeyPositions(blocks, stored % metadata.block_size, is_key, mask)
 
     def gather(self, cache: KVBlocks, dtype: torch.dtype) -> Tensor:
         """Return keys or values [rows, g, keys, d]; 0 for padding, whose block may hold NaN."""
@@ -429,8 +577,11 @@ def _attend_batch(
     positions: _KeyPositions,
     scores: Scores,
     sinks: Tensor | None,
+    *,
+    is_partial: bool,
 ) -> Tensor:
-    """Return the attention output of tokens int64 [rows, queries]: [rows, queries, n, d_v]."""
+    """Return the attention output of tokens int64 [rows, queries]: [rows, queries, n, d_v], or
+    with the log-sum-exp [rows, queries, n, d_v + 1] if it is partial."""
     dtype = torch.promote_types(paged.queries[0].dtype, torch.float32)
     s, values = None, None
     for queries, cache in zip(paged.queries, paged.keys, strict=True):
@@ -454,9 +605,14 @@ def _attend_batch(
         weights = torch.cat([s, column], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = s.softmax(-1)
+    if is_partial:  # NaN for a query that sees no key of this rank
+        weights = weights.masked_fill(~positions.mask[:, None, None], 0)
     out = weights.flatten(2, 3) @ values
-    out = out.unflatten(2, (paged.shared, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out.to(paged.queries[0].dtype)
+    out = out.unflatten(2, (paged.shared, -1))
+    if is_partial:
+        out = torch.cat([out, s.logsumexp(-1, keepdim=True)], dim=-1)
+    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out if is_partial else out.to(paged.queries[0].dtype)
 
 
 # --- numba
@@ -484,13 +640,20 @@ class _TilePlan(NamedTuple):
 
 @lru_cache(maxsize=32)
 def plan_tiles(
-    lengths: Lengths, *, heads: int, shared: int, window: int | None, chunked: bool, parts: int
+    lengths: Lengths,
+    *,
+    heads: int,
+    shared: int,
+    window: int | None,
+    chunked: bool,
+    parts: int,
+    shard: TokenShard = ALL_TOKENS,
 ) -> _TilePlan:
     """Divide the queries of each row into tiles, and the segments of all tiles and key/value heads
     into `parts` of about equal work.
 
-    `heads`: key/value heads; `shared`: query heads of each. All layers of a step with the same view
-    share the plan.
+    `heads`: key/value heads; `shared`: query heads of each; segments are of the keys in `shard`.
+    All layers of a step with the same view share the plan.
     """
     size = max(1, MAX_TILE_ROWS // shared)
     tiles = []
@@ -501,8 +664,10 @@ def plan_tiles(
             first = 0
             if window is not None:
                 first = position // window * window if chunked else max(0, position - window + 1)
-            first_segment, end = first // SEGMENT, (position + count - 1) // SEGMENT + 1
-            tiles.append((row, token + start, count, position, first_segment, end - first_segment))
+            first_segment = shard.count_before(first) // SEGMENT
+            end = -(-shard.count_before(position + count) // SEGMENT)
+            num_segments = max(1, end - first_segment)  # a tile without keys is written too
+            tiles.append((row, token + start, count, position, first_segment, num_segments))
         token += queries
     table = np.array(tiles, dtype=np.int64)
     # reading a segment costs about as much as the scores of one row
@@ -544,7 +709,12 @@ def _find_splits(
 
 
 def _numba(
-    paged: _PagedKeys, metadata: PagedMetadata, scores: Scores, sinks: Tensor | None
+    paged: _PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    *,
+    is_partial: bool = False,
 ) -> Tensor:
     """Attention in place, by the numba loops."""
     from megalith.kernels.attention import paged_numba  # importing numba takes half a second
@@ -555,7 +725,7 @@ def _numba(
         queries = tuple(q.float() for q in queries)
     heads, shared, width = paged.num_heads, paged.shared, paged.value_width
     visible = visible_key_lengths(metadata.lengths, scores)
-    work = sum(q * k for q, k in visible) * queries[0].shape[1] * width
+    work = sum(q * k for q, k in visible) * queries[0].shape[1] * width // metadata.shard.num_ranks
     plan = plan_tiles(
         metadata.lengths,
         heads=heads,
@@ -563,8 +733,13 @@ def _numba(
         window=scores.window,
         chunked=scores.chunked,
         parts=cpu_threads.num_threads(work),
+        shard=metadata.shard,
     )
-    out = queries[0].new_empty(*queries[0].shape[:2], width)
+    out = (
+        paged.new_partial_output()
+        if is_partial
+        else queries[0].new_empty(*queries[0].shape[:2], width)
+    )
     if scores.off_by_one:
         sinks = torch.zeros(queries[0].shape[1])
     arguments = _numba_arguments(
@@ -573,7 +748,7 @@ def _numba(
     cpu_threads.run(paged_numba.paged_attention, element, *arguments, elements=work)
     if len(plan.splits):
         cpu_threads.run(paged_numba.paged_merge, element, *arguments, elements=work)
-    return out.to(dtype)
+    return out if is_partial else out.to(dtype)
 
 
 def _numba_arguments(
@@ -586,7 +761,7 @@ def _numba_arguments(
 ) -> list[Tensor | int | float]:
     """Return the arguments of the numba loops, in their order; temporary memory included."""
     widths = [q.shape[2] for q in paged.queries]
-    rope_width, value_width, parts = sum(widths[1:]), out.shape[2], len(plan.bounds) - 1
+    rope_width, value_width, parts = sum(widths[1:]), paged.value_width, len(plan.bounds) - 1
     caches = paged.keys[0], paged.keys[-1], paged.values
     sizes = torch.tensor(
         [
@@ -606,6 +781,9 @@ def _numba_arguments(
             int(sinks is not None),
             len(out),
             int(paged.values.scales is not None),
+            metadata.shard.rank,
+            metadata.shard.num_ranks,
+            int(out.shape[2] > value_width),
         ]
     )
     state = value_width + 2

@@ -4,8 +4,7 @@ Keys are processed in segments of `SEGMENT` tokens at fixed absolute positions. 
 defined order: a dot product adds 16 lanes, each over every 16th feature, and then the lanes
 pairwise; weighted values are added key by key; segments are merged in order. So the result of a
 query depends neither on the other queries and rows, nor on the number of threads, nor on the block
-size. The vector code is emitted as LLVM vectors, because a compiler that vectorizes a sum chooses
-its order.
+size. The vector code is in kernels/attention/paged_vectors.py.
 
 Work is divided into tiles: a few queries of one row, for one key/value head; the queries and query
 heads of a tile are its `rows`. All functions get the block of arguments of `paged_attention`.
@@ -14,13 +13,23 @@ heads of a tile are its `rows`. All functions get the block of arguments of `pag
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import llvmlite.binding
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public, but not declared
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray, njit  # type: ignore[attr-defined]  # carray is public, but not declared
 
+from megalith.kernels.attention.paged_vectors import (
+    GROUP,
+    LANES,
+    SEGMENT,
+    activation_pointer,
+    dots_of_group,
+    dots_of_one,
+    element_nbytes,
+    ints,
+    prefetch,
+    sum_lanes,
+    values_of_group,
+    values_of_one,
+)
 from megalith.kernels.cpu_numba import (
     Array,
     Block,
@@ -40,18 +49,6 @@ from megalith.kernels.cpu_numba import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-SEGMENT = 128
-"""Tokens per segment, the unit of partial results."""
-
-LANES = 16
-"""Partial sums of a dot product; one AVX-512 vector, two AVX2 vectors."""
-
-GROUP = 4
-"""Rows of a tile that are multiplied with a key or value while it is in a register."""
-
-_HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-"""Whether the processor has 32 vector registers, enough for the sums of `GROUP` rows."""
 
 ADDRESS_STRIDE = 8 * (SEGMENT + 4)
 """Bytes of the addresses of a segment's keys."""
@@ -90,8 +87,11 @@ LOWEST = np.float32(-3.4028234663852886e38)
     HAS_SINKS,
     NUM_TOKENS,
     IS_QUANTIZED,
-) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22, 23
-NUM_SIZES = 24
+    SHARD_RANK,
+    NUM_SHARDS,
+    IS_PARTIAL,
+) = 0, 1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26
+NUM_SIZES = 27
 
 # Columns of a tile.
 ROW, FIRST_TOKEN, NUM_QUERIES, POSITION, FIRST_SEGMENT, NUM_SEGMENTS = range(6)
@@ -107,319 +107,6 @@ def exact(function: Callable[P, R]) -> Callable[P, R]:
 
 
 exact_exp: Any = exact(exp.py_func)  # type: ignore[attr-defined]  # of a compiled function
-
-
-# --- vector code
-
-_NBYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.uint8: 1}
-"""Bytes of the elements of keys and values: fp32, bf16, int8, fp8."""
-
-_FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_MASK = ir.VectorType(ir.IntType(1), LANES)
-
-
-def _constant_lanes(numbers: list[int]) -> ir.Constant:
-    return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), numbers)
-
-
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Emit a * b + c, fused where the processor has such an instruction."""
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-    )
-    return builder.call(function, [a, b, c])
-
-
-def _tail_mask(builder: Any, width: Any) -> Any:
-    """Emit the mask of the first `width` lanes."""
-    lanes = ir.Constant(ir.VectorType(_INT64, LANES), list(range(LANES)))
-    return builder.icmp_signed("<", lanes, _splat(builder, width, LANES))
-
-
-def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    vector = ir.VectorType(value.type, lanes)
-    one = builder.insert_element(
-        ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
-    )
-    return builder.shuffle_vector(
-        one, ir.Constant(vector, ir.Undefined), _constant_lanes([0] * lanes)
-    )
-
-
-def _load(builder: Any, address: Any, element: Any, mask: Any = None) -> Any:
-    """Emit the load of 16 elements as fp32, those of fp8 divided by 256; 0 where the mask is
-    false."""
-    nbytes = _NBYTES[element]
-    vector = _VECTOR if nbytes == 4 else ir.VectorType(ir.IntType(8 * nbytes), LANES)
-    pointer = builder.inttoptr(address, vector.as_pointer())
-    if mask is None:
-        lanes = builder.load(pointer)
-        lanes.align = nbytes
-    else:
-        name = f"llvm.masked.load.v{LANES}{'f32' if nbytes == 4 else f'i{8 * nbytes}'}.p0"
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(vector, [vector.as_pointer(), ir.IntType(32), _MASK, vector]),
-            name,
-        )
-        zero = ir.Constant(vector, [0] * LANES)
-        lanes = builder.call(function, [pointer, ir.Constant(ir.IntType(32), nbytes), mask, zero])
-    return _widen(builder, lanes, element)
-
-
-def _widen(builder: Any, lanes: Any, element: Any) -> Any:
-    """Emit the conversion of 16 elements to fp32; those of fp8 are divided by 256."""
-    if element == types.float32:
-        return lanes
-    if element == types.uint8:
-        # e4m3 as fp16: the exponent bias is 7 instead of 15, so the result is divided by 2^8
-        integers = ir.VectorType(ir.IntType(16), LANES)
-        bits = builder.shl(builder.sext(lanes, integers), ir.Constant(integers, [7] * LANES))
-        bits = builder.and_(bits, ir.Constant(integers, [0xBFFF] * LANES))
-        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
-    integers = ir.VectorType(ir.IntType(32), LANES)
-    if element == types.int8:
-        return builder.sitofp(builder.sext(lanes, integers), _VECTOR)
-    high = builder.shl(builder.zext(lanes, integers), ir.Constant(integers, [16] * LANES))
-    return builder.bitcast(high, _VECTOR)
-
-
-def _store(builder: Any, value: Any, address: Any, mask: Any = None) -> None:
-    pointer = builder.inttoptr(address, value.type.as_pointer())
-    if mask is None:
-        builder.store(value, pointer).align = 4
-        return
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), ir.IntType(32), _MASK]),
-        f"llvm.masked.store.v{LANES}f32.p0",
-    )
-    builder.call(function, [value, pointer, ir.Constant(ir.IntType(32), 4), mask])
-
-
-def _halve(builder: Any, vector: Any) -> Any:
-    """Emit the sum of both halves of a vector."""
-    half = vector.type.count // 2
-    low = builder.shuffle_vector(vector, vector, _constant_lanes(list(range(half))))
-    high = builder.shuffle_vector(vector, vector, _constant_lanes(list(range(half, 2 * half))))
-    return builder.fadd(low, high)
-
-
-def _add_lanes(builder: Any, sums: list[Any]) -> Any:
-    """Emit the sums of the lanes of four vectors, as a vector of four."""
-    a, b, c, d = (_halve(builder, _halve(builder, vector)) for vector in sums)
-
-    def pair(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
-        return builder.fadd(
-            builder.shuffle_vector(x, y, _constant_lanes(first)),
-            builder.shuffle_vector(x, y, _constant_lanes(second)),
-        )
-
-    ab, cd = (pair(x, y, [0, 1, 4, 5], [2, 3, 6, 7]) for x, y in ((a, b), (c, d)))
-    return pair(ab, cd, [0, 2, 4, 6], [1, 3, 5, 7])
-
-
-def _integer(value: int) -> ir.Constant:
-    return ir.Constant(_INT64, value)
-
-
-def _emit_dots(rows: int, element: Any, builder: Any, args: list[Any]) -> None:
-    """Emit `dots` for `rows` queries and four keys."""
-    nbytes = _NBYTES[element]
-    query, query_stride, key_addresses, width, out = args
-    keys = []
-    for j in range(4):
-        pointer = builder.inttoptr(builder.add(key_addresses, _integer(8 * j)), _INT64.as_pointer())
-        keys.append(builder.load(pointer))
-    zero = ir.Constant(_VECTOR, [0.0] * LANES)
-    sums = [[cgutils.alloca_once_value(builder, zero) for _ in keys] for _ in range(rows)]
-    for row in sums:
-        for lanes in row:
-            builder.store(zero, lanes)
-
-    def add_features(first: Any, mask: Any = None) -> None:
-        offset = builder.mul(first, _integer(nbytes))
-        loaded = [_load(builder, builder.add(key, offset), element, mask) for key in keys]
-        for i in range(rows):
-            address = builder.add(query, builder.mul(query_stride, _integer(i)))
-            address = builder.add(address, builder.mul(first, _integer(4)))
-            q = _load(builder, address, types.float32, mask)
-            for key, lanes in zip(loaded, sums[i], strict=True):
-                builder.store(_multiply_add(builder, q, key, builder.load(lanes)), lanes)
-
-    with cgutils.for_range(builder, builder.sdiv(width, _integer(LANES))) as loop:
-        add_features(builder.mul(loop.index, _integer(LANES)))
-    remainder = builder.srem(width, _integer(LANES))
-    with builder.if_then(builder.icmp_signed(">", remainder, _integer(0)), likely=False):
-        add_features(builder.sub(width, remainder), _tail_mask(builder, remainder))
-    for i in range(rows):
-        totals = _add_lanes(builder, [builder.load(lanes) for lanes in sums[i]])
-        address = builder.add(out, _integer(4 * SEGMENT * i))
-        pointer = builder.inttoptr(address, totals.type.as_pointer())
-        previous = builder.load(pointer)
-        previous.align = 4
-        _store(builder, builder.fadd(previous, totals), address)
-
-
-def _emit_values(rows: int, element: Any, builder: Any, args: list[Any]) -> None:
-    """Emit `values` for `rows` rows."""
-    nbytes = _NBYTES[element]
-    weights, value_addresses, num_keys, width, out, out_stride = args
-    vectors = 4 if rows == 1 else 2
-    if not _HAS_32_REGISTERS:
-        vectors //= 2
-
-    def add_keys(first: Any, vectors: int, mask: Any = None) -> None:
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = [
-            [cgutils.alloca_once_value(builder, zero) for _ in range(vectors)] for _ in range(rows)
-        ]
-        for row in sums:
-            for lanes in row:
-                builder.store(zero, lanes)
-        with cgutils.for_range(builder, num_keys) as loop:
-            pointer = builder.inttoptr(
-                builder.add(value_addresses, builder.mul(loop.index, _integer(8))),
-                _INT64.as_pointer(),
-            )
-            address = builder.add(builder.load(pointer), builder.mul(first, _integer(nbytes)))
-            loaded = [
-                _load(builder, builder.add(address, _integer(nbytes * LANES * n)), element, mask)
-                for n in range(vectors)
-            ]
-            for i in range(rows):
-                weight = builder.add(weights, builder.mul(loop.index, _integer(4)))
-                weight = builder.add(weight, _integer(4 * SEGMENT * i))
-                p = _splat(
-                    builder, builder.load(builder.inttoptr(weight, _FLOAT.as_pointer())), LANES
-                )
-                for value, lanes in zip(loaded, sums[i], strict=True):
-                    builder.store(_multiply_add(builder, p, value, builder.load(lanes)), lanes)
-        for i in range(rows):
-            for n, lanes in enumerate(sums[i]):
-                address = builder.add(out, builder.mul(out_stride, _integer(i)))
-                address = builder.add(address, builder.mul(first, _integer(4)))
-                address = builder.add(address, _integer(4 * LANES * n))
-                _store(builder, builder.load(lanes), address, mask)
-
-    size = LANES * vectors
-    with cgutils.for_range(builder, builder.sdiv(width, _integer(size))) as loop:
-        add_keys(builder.mul(loop.index, _integer(size)), vectors)
-    first = builder.sub(width, builder.srem(width, _integer(size)))
-    if vectors > 1:
-        rest = builder.sdiv(builder.sub(width, first), _integer(LANES))
-        with cgutils.for_range(builder, rest) as loop:
-            add_keys(builder.add(first, builder.mul(loop.index, _integer(LANES))), 1)
-    remainder = builder.srem(width, _integer(LANES))
-    with builder.if_then(builder.icmp_signed(">", remainder, _integer(0)), likely=False):
-        add_keys(builder.sub(width, remainder), 1, _tail_mask(builder, remainder))
-
-
-def _vector_code(emit: Callable[..., None], rows: int, num_arguments: int) -> Any:
-    """Return a function (block, int64...) whose code `emit` writes, for elements of the block's
-    type."""
-    integers = [types.int64] * num_arguments
-
-    def type_and_emit(block: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit(rows, block.dtype, builder, list(args[1:]))
-            return context.get_dummy_value()
-
-        return types.void(block, *integers), generate
-
-    # numba requires functions of as many arguments as are passed
-    if num_arguments == 5:
-
-        def five(typing: Any, block: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-            return type_and_emit(block)
-
-        return intrinsic(five)
-
-    def six(typing: Any, block: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-        return type_and_emit(block)
-
-    return intrinsic(six)
-
-
-_dots_of_one, _dots_of_group = (_vector_code(_emit_dots, rows, 5) for rows in (1, GROUP))
-_values_of_one, _values_of_group = (_vector_code(_emit_values, rows, 6) for rows in (1, GROUP))
-
-
-def _sum_of_weights(typing: Any, address: Any, num_vectors: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        lanes = cgutils.alloca_once_value(builder, zero)
-        builder.store(zero, lanes)
-        with cgutils.for_range(builder, args[1]) as loop:
-            offset = builder.mul(loop.index, _integer(4 * LANES))
-            vector = _load(builder, builder.add(args[0], offset), types.float32)
-            builder.store(builder.fadd(builder.load(lanes), vector), lanes)
-        total = builder.load(lanes)
-        while total.type.count > 1:
-            total = _halve(builder, total)
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(types.int64, types.int64), generate
-
-
-_sum_lanes: Any = intrinsic(_sum_of_weights)
-"""The sum of fp32 numbers at an address, from so many vectors."""
-
-
-def _prefetch_line(typing: Any, address: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        int32 = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32]),
-            "llvm.prefetch.p0",
-        )
-        read_near_data = [ir.Constant(int32, number) for number in (0, 3, 1)]
-        builder.call(function, [builder.inttoptr(args[0], byte), *read_near_data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
-
-
-_prefetch: Any = intrinsic(_prefetch_line)
-"""Start to load the cache line at an address."""
-
-
-def _point_to_int32(typing: Any, integer: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int32)(types.int64), emit
-
-
-_ints: Any = intrinsic(_point_to_int32)
-
-
-def _size_of_element(typing: Any, block: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _integer(_NBYTES[block.dtype])
-
-    return types.int64(block), emit
-
-
-_element_nbytes: Any = intrinsic(_size_of_element)
-
-
-def _point_to_activations(typing: Any, integer: Any, block: Any) -> Any:
-    is_quantized = _NBYTES[block.dtype] == 1
-    pointer = types.CPointer(types.float32) if is_quantized else block
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return pointer(types.int64, block), emit
-
-
-_activations: Any = intrinsic(_point_to_activations)
-"""An address as a pointer to elements of queries and outputs: those of keys and values, or fp32 if
-these are quantized."""
 
 
 # --- attention of one tile
@@ -477,7 +164,7 @@ def longs_at(address: Any, length: Any) -> Array:
 @exact
 def activations(block: Block, index: Any, shape: Any) -> Array:
     """Return argument `index`, queries or outputs."""
-    return carray(_activations(count(block, index), block), shape)
+    return carray(activation_pointer(count(block, index), block), shape)
 
 
 @exact
@@ -498,16 +185,24 @@ def scratch_addresses(block: Block, part: Any) -> Any:
 
 
 @exact
+def count_stored(block: Block, position: Any) -> Any:
+    """Return how many of the keys before `position` are stored on this rank, as
+    `TokenShard.count_before`."""
+    ranks = size(block, NUM_SHARDS)
+    return (position - size(block, SHARD_RANK) + ranks - 1) // ranks
+
+
+@exact
 def visible_keys(block: Block, position: Any, segment: Any) -> Any:
-    """Return the keys of a segment, first and end, that the query at `position` sees."""
+    """Return the stored keys of a segment, first and end, that the query at `position` sees."""
     window, first, end = size(block, WINDOW), segment * SEGMENT, segment * SEGMENT + SEGMENT
     if window > 0:
         if size(block, CHUNKED):
-            first = max(first, position // window * window)
+            first = max(first, count_stored(block, position // window * window))
         else:
-            first = max(first, position - window + 1)
+            first = max(first, count_stored(block, position - window + 1))
     first = min(first, end)
-    return first, max(first, min(end, position + 1))
+    return first, max(first, min(end, count_stored(block, position + 1)))
 
 
 @exact
@@ -518,8 +213,8 @@ def locate(block: Block, cache: Any, strides: Any, row_and_head: Any, keys: Any,
     row, head = row_and_head
     first, end = keys
     max_blocks, block_size = size(block, MAX_BLOCKS), size(block, BLOCK_SIZE)
-    table = carray(_ints(count(block, TABLES) + 4 * row * max_blocks), (max_blocks,))
-    nbytes = _element_nbytes(block)
+    table = carray(ints(count(block, TABLES) + 4 * row * max_blocks), (max_blocks,))
+    nbytes = element_nbytes(block)
     by_block, by_token = size(block, strides) * nbytes, size(block, strides + 2) * nbytes
     base = count(block, cache) + head * size(block, strides + 1) * nbytes
     addresses = longs_at(out + first % SEGMENT * 8, end - first + 3)
@@ -543,7 +238,7 @@ def load_scales(block: Block, scales: Any, row_and_head: Any, keys: Any, out: An
     row, head = row_and_head
     first, end = keys
     max_blocks, block_size = size(block, MAX_BLOCKS), size(block, BLOCK_SIZE)
-    table = carray(_ints(count(block, TABLES) + 4 * row * max_blocks), (max_blocks,))
+    table = carray(ints(count(block, TABLES) + 4 * row * max_blocks), (max_blocks,))
     factor, copies = number(block, SCALE_FACTOR), floats_at(out, SEGMENT)
     position = first
     while position < end:
@@ -593,7 +288,7 @@ def scores_to_weights(block: Block, scores: Any, num_keys: Any, state: Any) -> N
         visible[j] = exact_exp(visible[j] - top)
     for j in range(num_keys, padded):
         row[j] = np.float32(0)
-    state[0], state[1] = top, _sum_lanes(scores, padded // LANES)
+    state[0], state[1] = top, sum_lanes(scores, padded // LANES)
 
 
 @exact
@@ -616,18 +311,18 @@ def prefetch_keys(block: Block, keys: Any, j: Any, num_keys: Any, widths: Any) -
     A block is shorter than what a processor's own prefetching needs to start.
     """
     key_bytes, value_bytes = (
-        widths[0] * _element_nbytes(block),
-        widths[1] * _element_nbytes(block),
+        widths[0] * element_nbytes(block),
+        widths[1] * element_nbytes(block),
     )
     addresses = longs_at(keys, 3 * ADDRESS_STRIDE // 8)
     for i in range(j, min(j + 4, num_keys)):
         value = addresses[i + 2 * ADDRESS_STRIDE // 8]
         for c in range(0, value_bytes, 64):
-            _prefetch(value + c)
+            prefetch(value + c)
         if i + AHEAD < num_keys:
             key = addresses[i + AHEAD]
             for c in range(0, key_bytes, 64):
-                _prefetch(key + c)
+                prefetch(key + c)
 
 
 @exact
@@ -642,9 +337,9 @@ def add_scores(block: Block, rows: Any, num_keys: Any, memory: Any, widths: Any)
     for j in range(0, num_keys, 4):
         prefetch_keys(block, keys, j, num_keys, (width, value_width))
         if rows == 1:
-            _dots_of_one(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
+            dots_of_one(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
         else:
-            _dots_of_group(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
+            dots_of_group(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
 
 
 @exact
@@ -711,9 +406,9 @@ def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
         multiply_rows(scores, rows, num_keys, scales + 2 * SCALE_STRIDE)
     values = addresses + 2 * ADDRESS_STRIDE
     if rows == 1:
-        _values_of_one(block, scores, values, num_keys, value_width, states, by_row)
+        values_of_one(block, scores, values, num_keys, value_width, states, by_row)
     else:
-        _values_of_group(block, scores, values, num_keys, value_width, states, by_row)
+        values_of_group(block, scores, values, num_keys, value_width, states, by_row)
 
 
 @exact
@@ -744,11 +439,19 @@ def start_state(block: Block, into: Any, head: Any) -> None:
 
 @exact
 def write_output(block: Block, state: Any, token: Any, head: Any) -> None:
-    """Write the attention output of query head `head` of a token from its state."""
+    """Write the attention output of query head `head` of a token from its state; if it is partial,
+    in fp32 and followed by the log-sum-exp, which is -inf without keys."""
     width, heads = size(block, VALUE_WIDTH), size(block, HEADS) * size(block, SHARED)
-    out = activations(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
     sums = floats_at(state, width + 2)
     total, values = sums[width + 1], sums[:width]
+    if size(block, IS_PARTIAL):
+        partial = floats_at(count(block, OUT) + 4 * (token * heads + head) * (width + 1), width + 1)
+        divisor = total if total > np.float32(0) else np.float32(1)
+        for c in range(len(values)):
+            partial[c] = values[c] / divisor
+        partial[width] = sums[width] + np.log(total)
+        return
+    out = activations(block, OUT, (size(block, NUM_TOKENS), heads, width))[token, head]
     for c in range(len(values)):
         out[c] = narrow(values[c] / total, out)
 

@@ -43,6 +43,30 @@ class AttentionView:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenShard:
+    """Which tokens of every sequence a rank stores under decode context parallelism: those whose
+    position modulo `num_ranks` is `rank`.
+
+    A block of T tokens has T / num_ranks of them on every rank, so block tables, prefix hits and
+    copies of blocks are the same on all ranks.
+
+    >>> shard = TokenShard(rank=1, num_ranks=3)
+    >>> [shard.count_before(position) for position in range(6)]
+    [0, 0, 1, 1, 1, 2]
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def count_before(self, position: int) -> int:
+        """Return how many tokens before `position` the rank stores; also of arrays of positions."""
+        return (position - self.rank + self.num_ranks - 1) // self.num_ranks
+
+
+ALL_TOKENS = TokenShard()
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Where each attention of a model stores its keys and values in a shared pool of blocks.
 
