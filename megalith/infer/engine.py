@@ -55,6 +55,7 @@ from megalith.infer.structured_output import (
 )
 from megalith.kernels.rope import rope_length
 from megalith.plan.keys import key
+from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.scheduler import (
     BlockCopy,
     PlannedRow,
@@ -193,10 +194,11 @@ class InferenceEngine:
         )
         pooler = None if pooling is None else HiddenStatePooler(pooling)
         request = Request(output, params, seed, deadline, bad_word_ids, pooler, grammar, loaded)
-        if params.cache_salt is not None:
-            salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
-        if loaded is not None:
-            salt = b"adapter" + loaded.fingerprint + salt
+        salt = compute_salt(
+            salt,
+            cache_salt=params.cache_salt,
+            adapter_fingerprint=None if loaded is None else loaded.fingerprint,
+        )
         choice = self._new_choice(request, 0, salt)
         self.scheduler.add(choice.state, max_total_tokens=self._max_total_tokens(request))
         self._num_requests += 1
