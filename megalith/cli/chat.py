@@ -18,7 +18,13 @@ from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
-from megalith.config.serve import EngineConfig, GenerateRun, engine_problems, pipeline_problems
+from megalith.config.serve import (
+    EngineConfig,
+    GenerateRun,
+    engine_problems,
+    pipeline_problems,
+    single_replica_problems,
+)
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -105,6 +111,7 @@ def main(argv: list[str]) -> int:
     run = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides)
     raise_all(option_problems(options) + engine_problems(run.engine))
     raise_all(pipeline_problems(run.engine, run.parallel.pp))
+    raise_all(single_replica_problems(run.parallel))
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 

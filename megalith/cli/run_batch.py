@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megalith import storage
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.serve import ModelOptions
+from megalith.config.serve import single_replica_problems
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError, DataError, raise_all
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         max_queue_tokens=2**40,
     )
     run = apply_overrides(ServeRun(server=server), overrides)
-    raise_all(serve_problems(run))
+    raise_all(serve_problems(run) + single_replica_problems(run.parallel))
     from megalith.serve.transport import check_packages
 
     check_packages("megalith run-batch")

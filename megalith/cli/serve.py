@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
+from megalith.config.serve import replica_problems
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import raise_all
@@ -60,7 +61,8 @@ class ServeOptions(ModelOptions, ServeConfig):
     """
 
     nproc: int = 1
-    """Number of processes that share the model: tensor parallel, in parallel.pp pipeline stages."""
+    """Number of processes: parallel.dp replicas of the model, each tensor parallel in parallel.pp
+    pipeline stages."""
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +73,7 @@ def main(argv: list[str]) -> int:
     if server.served_model_name is None:
         server = replace(server, served_model_name=Path(options.source).resolve().name)
     run = apply_overrides(ServeRun(server=server), overrides)
-    problems = serve_problems(run)
+    problems = serve_problems(run) + replica_problems(run.parallel, options.nproc)
     if options.nproc < 1:
         problems.append(
             f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."

@@ -151,6 +151,10 @@ class InferenceParallelConfig:
     pp: Annotated[int, Ge(1), Example(2)] = 1
     """Pipeline stages, each with a part of the layers; as many steps are in flight."""
 
+    dp: Annotated[int, Ge(1), Example(2)] = 1
+    """Replicas of the engine behind one server, which sends each request to one of them. Only
+    `megalith serve` has replicas."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRun:
@@ -169,6 +173,34 @@ def pipeline_problems(config: EngineConfig, pp: int) -> list[str]:
     return [
         f"speculation.method={method} with parallel.pp={pp}: drafts are proposed by one stage. Set "
         "speculation.method to ngram, or parallel.pp to 1."
+    ]
+
+
+def replica_problems(parallel: InferenceParallelConfig, nproc: int) -> list[str]:
+    """Return a message if `nproc` processes cannot be the replicas of an engine."""
+    tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
+    if dp == 1:
+        return []
+    if nproc % dp:
+        return [
+            f"parallel.dp={dp} with --nproc={nproc}: every replica has equally many processes. Set "
+            f"--nproc to a multiple of {dp}, such as {dp * (tp or 1) * pp}."
+        ]
+    if tp is not None and tp * pp * dp != nproc:
+        return [
+            f"parallel.tp={tp}, parallel.pp={pp} and parallel.dp={dp} with --nproc={nproc}: tp x "
+            f"pp x dp is the number of processes. Set --nproc to {tp * pp * dp}."
+        ]
+    return []
+
+
+def single_replica_problems(parallel: InferenceParallelConfig) -> list[str]:
+    """Return a message if there are replicas, in a command that runs one engine."""
+    if parallel.dp == 1:
+        return []
+    return [
+        f"parallel.dp={parallel.dp}: this command runs one replica of the engine. Set parallel.dp "
+        "to 1, or use megalith serve."
     ]
 
 

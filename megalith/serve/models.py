@@ -5,6 +5,7 @@ from typing import Any
 
 from megalith import __version__
 from megalith.serve.errors import ApiError, invalid
+from megalith.serve.metrics import merge_metrics
 from megalith.serve.model_info import ServedModel
 from megalith.serve.sampling_fields import read_bool
 from megalith.serve.state import RequestContext, ServerState
@@ -55,7 +56,7 @@ async def get_ready(state: ServerState, context: RequestContext) -> dict[str, An
         ApiError: 503, the model is loading, or the server is paused or shutting down.
     """
     state.check_ready()
-    if (await state.client.call("stats"))["is_paused"]:
+    if any(stats["is_paused"] for stats in await state.client.call_replicas("stats")):
         raise ApiError(503, "the server is paused: requests wait until POST /resume.")
     return {"status": "ready"}
 
@@ -66,11 +67,11 @@ async def get_version(state: ServerState, context: RequestContext) -> dict[str, 
 
 
 async def render_metrics(state: ServerState) -> str:
-    """Return the metrics of both processes; while the model loads, those of the HTTP process."""
-    engine = ""
-    if state.model is not None and state.client.failed is None:
-        engine = (await state.client.call("metrics"))["text"]
-    return engine + state.metrics.render()
+    """Return the metrics of all processes; those of the HTTP process while no engine is ready."""
+    texts: list[str] = []
+    if state.client.router.replicas and state.client.failed is None:
+        texts = [result["text"] for result in await state.client.call_replicas("metrics")]
+    return merge_metrics(texts) + state.metrics.render()
 
 
 async def reset_prefix_cache(state: ServerState, context: RequestContext) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class ServerState:
         """Return the model.
 
         Raises:
-            ApiError: 503, it is loading or the server is shutting down.
+            ApiError: 503, it is loading, no replica is ready, or the server is shutting down.
         """
         if self.client.failed is not None:
             raise self.client.failed
@@ -61,6 +61,7 @@ class ServerState:
                 "the model is loading. Try again when GET /ready has status 200.",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
+        self.client.check_available()
         return self.model
 
     def find_model(self, name: Any) -> ServedModel:  # JSON
@@ -104,7 +105,7 @@ class ServerState:
                 f"(--max-queue) has {config.max_queue}. Send several smaller requests.",
                 "n",
             )
-        limit = model.info.max_num_seqs + config.max_queue
+        limit = model.info.max_num_seqs * client.num_replicas + config.max_queue
         if client.num_sequences + num_sequences > limit:
             self._reject("queue_full", f"the queue is full ({client.num_sequences} sequences)")
         total = client.num_prompt_tokens + num_prompt_tokens

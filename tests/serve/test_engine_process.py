@@ -44,6 +44,7 @@ from megalith.serve.protocol import (
     AddRequest,
     Codec,
     EngineCall,
+    Heartbeat,
     LoadFailed,
     Message,
     PromptResult,
@@ -63,6 +64,8 @@ MESSAGES: tuple[Message, ...] = (
     AddRequest(1, "uid", [1, 2], {"temperature": 0.5}, 3.5, None),
     AddRequest(1, "uid", [1, 2], {"max_new_tokens": 0}, 3.5, "mean"),
     AddRequest(1, "uid", [1, 2], {}, 3.5, None, "sql"),
+    AddRequest(1, "uid", [1, 2], {}, 3.5, None, None, [[[5, 6], None], [[], "stop"]]),
+    Heartbeat(),
     AbortRequest(1),
     EngineCall(2, "stats"),
     EngineCall(2, "unload_adapter", {"lora_name": "sql"}),
@@ -71,6 +74,7 @@ MESSAGES: tuple[Message, ...] = (
     LoadFailed("why"),
     RequestRejected(1, 400, "why"),
     StepOutputs([[1, 0, None, b"1234"]], [[1, 0, 97, "a", None, None, None, None, False]]),
+    StepOutputs([], [], [3, [2**63 - 1], [1], 7]),
 )
 
 
@@ -91,10 +95,11 @@ BAD_FRAMES = (
     msgpack.packb([21]),
     msgpack.packb([21, "1"]),
     msgpack.packb([21, True]),
-    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, None, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3]),
+    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, None, None, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, None, 3]),
     msgpack.packb([30, 1, "stats", 2]),
 )
 
@@ -115,7 +120,7 @@ class Peer:
         self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self.socket.bind(address)
         self.codec = Codec()
-        engine_socket = transport.connect_engine_socket(address)
+        engine_socket = transport.connect_engine_socket(address, "0")
         metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
         self.server = EngineServer(llm.engine, engine_socket, metrics)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
