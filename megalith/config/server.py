@@ -85,7 +85,7 @@ class ServeConfig:
 
     enable_admin: bool = False
     """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
-    /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_key."""
+    /restart_replica, /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_key."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected

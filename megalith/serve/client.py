@@ -9,7 +9,7 @@ tokens that the lost replica would have generated.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -195,8 +195,8 @@ class EngineClient:
         """Folders of the adapters that were loaded, or None if they were unloaded, since the
         start."""
         self._is_paused = False
-        self._has_ended = asyncio.Event()
-        """Set when a request ends."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, when a request ends, or a replica is ready or lost."""
         self.num_sequences = self.num_prompt_tokens = 0
         """Choices and prompt tokens of all unfinished requests."""
         self.info: ModelInfo | None = None
@@ -204,6 +204,8 @@ class EngineClient:
         self.ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self.loaded: set[int] = set()
         """Replicas that have loaded the model at least once."""
+        self.load_errors: dict[int, str] = {}
+        """Why the present process of a replica cannot load the model."""
         self._reader = asyncio.create_task(self._read())
         self.failed: ApiError | None = None
         """Set when the engine has ended."""
@@ -340,7 +342,7 @@ class EngineClient:
         self.router.finish(number)
         self.num_sequences -= request.num_unfinished
         self.num_prompt_tokens -= len(request.message.prompt_token_ids)
-        self._has_ended.set()
+        self._notify()
 
     # --- commands
 
@@ -441,11 +443,19 @@ class EngineClient:
         for replica in self.router.replicas:
             self._start_call(replica, "drain", {})
         async with asyncio.timeout(timeout_s):
-            while self._requests:
-                self._has_ended.clear()
-                await self._has_ended.wait()
+            await self.wait_for(lambda: not self._requests)
         if self.failed is not None:
             raise self.failed
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is checked when a request ends, or a replica is ready
+        or lost."""
+        while not condition():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
 
     # --- replicas
 
@@ -454,6 +464,7 @@ class EngineClient:
         identity = f"{replica}.{self._num_processes}"
         self._num_processes += 1
         self._identities[replica] = identity.encode()
+        self.load_errors.pop(replica, None)
         return identity
 
     def lose_replica(self, replica: int) -> None:
@@ -480,6 +491,11 @@ class EngineClient:
                 )
             else:
                 self._dispatch(number)
+        self._notify()
+
+    def stop_replica(self, replica: int) -> None:
+        """Ask a replica to end after its messages."""
+        self._start_call(replica, "shutdown", {})
 
     def send_heartbeats(self) -> None:
         """Ask every replica that is ready for a message."""
@@ -558,6 +574,8 @@ class EngineClient:
                 self._register(replica, ModelInfo(**info))
             case LoadFailed(text) if self.ready.done():
                 _logger.error("replica %d cannot load the model: %s", replica, text)
+                self.load_errors[replica] = text
+                self._notify()
             case LoadFailed(text):
                 self.ready.set_exception(LoadError(text))
             case _:
@@ -576,6 +594,7 @@ class EngineClient:
         for number in self._requests:
             if self.router.find_replica(number) is None:
                 self._dispatch(number)
+        self._notify()
 
     def _put_reply(self, replica: int, call_id: int, result: dict[str, Any]) -> None:
         if self._block_calls.pop(call_id, None) is not None:

@@ -102,6 +102,32 @@ async def resume(state: ServerState, context: RequestContext) -> dict[str, Any]:
     return await _call_admin(state, context, "resume")
 
 
+async def restart_replica(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /restart_replica: replace a replica by a process that reads the model again, after its
+    requests are finished. One after the other, all replicas get new weights while requests run.
+
+    Raises:
+        ApiError: 404, the control endpoints are off; 400, there is no such replica; 409, it is not
+            ready; 500, the model cannot be loaded.
+    """
+    _check_admin(state, context)
+    state.check_ready()
+    replica, num_replicas = context.body.get("replica"), state.client.num_replicas
+    if num_replicas == 1:
+        raise invalid(
+            "replica: this server has one replica. Start it with --parallel.dp 2 or more.",
+            "replica",
+        )
+    if type(replica) is not int or not 0 <= replica < num_replicas:
+        raise invalid(
+            f"replica={replica!r:.60}: the replicas are 0 to {num_replicas - 1}. Use one of them.",
+            "replica",
+        )
+    assert state.supervisor is not None, "a server has one"
+    await state.supervisor.restart_replica(replica)
+    return {"status": "ok"}
+
+
 async def load_lora_adapter(state: ServerState, context: RequestContext) -> dict[str, Any]:
     """POST /v1/load_lora_adapter: serve the LoRA adapter in a folder of the server under a name.
     Requests in flight of the same name finish with the weights that they have.

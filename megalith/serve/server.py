@@ -154,7 +154,7 @@ async def serve(
     """
     async with open_engine(engine_settings) as engine:
         state = ServerState(
-            config, engine.client, HttpMetrics(str(engine_settings["served_model_name"]))
+            config, engine.client, HttpMetrics(str(engine_settings["served_model_name"])), engine
         )
         http = HttpServer(
             uvicorn.Config(

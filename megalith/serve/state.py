@@ -9,6 +9,7 @@ from megalith.serve.client import EngineClient
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.model_info import ModelInfo, ServedModel, build_served_model
+from megalith.serve.supervisor import EngineSupervisor
 from megalith.serve.token_text import TokenTexts
 
 RETRY_AFTER_SECONDS = 1
@@ -22,6 +23,9 @@ class ServerState:
     config: ServeConfig
     client: EngineClient
     metrics: HttpMetrics
+    supervisor: EngineSupervisor | None = None
+    """Of a server with control endpoints."""
+
     model: ServedModel | None = None
     """None: the engine process still loads it."""
 

@@ -43,6 +43,9 @@ class EngineSupervisor:
     _processes: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
     """By replica."""
 
+    _restarting: set[int] = field(default_factory=set)
+    """Replicas whose process ends as it should."""
+
     async def start(self) -> None:
         """Start the process of every replica."""
         for replica in range(self.client.num_replicas):
@@ -63,6 +66,44 @@ class EngineSupervisor:
         finally:
             for task in (*tasks, heartbeats):
                 task.cancel()
+
+    async def restart_replica(self, replica: int) -> None:
+        """Replace the process of a replica by one that reads the model again. It gets no new
+        requests, and ends when those that it has are finished.
+
+        Raises:
+            ApiError: 409, it is not ready; 500, the new process cannot load the model.
+        """
+        client, process = self.client, self._processes[replica]
+        state = client.router.replicas.get(replica)
+        if state is None or replica in self._restarting:
+            raise ApiError(
+                409, f"replica={replica} is not ready: it is being restarted.", "replica"
+            )
+        client.router.drain(replica)
+        try:
+            await client.wait_for(
+                lambda: client.router.replicas.get(replica) is not state or not state.num_sequences
+            )
+        except asyncio.CancelledError:  # the client disconnected
+            state.is_draining = False
+            raise
+        if client.router.replicas.get(replica) is state:
+            self._restarting.add(replica)
+            client.stop_replica(replica)
+        await client.wait_for(
+            lambda: (
+                self._processes[replica] is not process
+                and (replica in client.router.replicas or replica in client.load_errors)
+            )
+        )
+        if replica in client.load_errors:
+            raise ApiError(
+                500,
+                f"replica={replica} cannot load the model: {client.load_errors[replica]} It is "
+                "tried again; the other replicas have the requests.",
+                "replica",
+            )
 
     async def stop(self) -> None:
         """End the processes, by force if they do not end in time."""
@@ -107,16 +148,20 @@ class EngineSupervisor:
                 return code
             if replica in self.client.router.replicas:
                 backoff_s = 1.0
-            _logger.error(
-                "replica %d of the engine ended with code %s; it is restarted in %g s, and its "
-                "requests continue on others",
-                replica,
-                code,
-                backoff_s,
-            )
-            self.client.lose_replica(replica)
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            if replica in self._restarting:
+                self._restarting.remove(replica)
+                self.client.lose_replica(replica)
+            else:
+                _logger.error(
+                    "replica %d of the engine ended with code %s; it is restarted in %g s, and its "
+                    "requests continue on others",
+                    replica,
+                    code,
+                    backoff_s,
+                )
+                self.client.lose_replica(replica)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             await self._start_process(replica)
 
     async def _check_heartbeats(self) -> None:

@@ -78,6 +78,7 @@ def test_request_continues_on_another_engine(name: str) -> None:
         if all(each.finish_reason is not None for each in progress):
             continue
         continued, later = collect(other, params, progress)
+        assert (continued.timings.ttft is None) == (length > 0)
         for index, completion in enumerate(continued.outputs):
             reference = expected.outputs[index]
             new = [each for each in later if each.choice == index]

@@ -18,10 +18,12 @@ import zmq.asyncio
 
 from megalith.cli.main import main
 from megalith.config.generation import SamplingParams
+from megalith.config.server import ServeConfig
 from megalith.serve.client import EngineClient, Generation, PromptRequest
 from megalith.serve.errors import ApiError
-from megalith.serve.metrics import merge_metrics
+from megalith.serve.metrics import HttpMetrics, merge_metrics
 from megalith.serve.model_info import ModelInfo
+from megalith.serve.models import restart_replica
 from megalith.serve.protocol import (
     AbortRequest,
     AddRequest,
@@ -38,6 +40,8 @@ from megalith.serve.protocol import (
     TokenUpdate,
     to_array,
 )
+from megalith.serve.state import RequestContext, ServerState
+from megalith.serve.supervisor import EngineSupervisor
 from megalith.serve.transport import socket_address
 from tests.serve.servers import Server, running_server
 from tests.serve.test_ranks import children
@@ -388,6 +392,48 @@ def test_replica_that_cannot_load_the_model_again_is_logged(
     run_cluster(test)
 
 
+def test_restart_of_a_replica_drains_it_and_reports_that_it_cannot_load() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, first = cluster.client, cluster.engines[0]
+        none: Any = None
+        supervisor = EngineSupervisor(client, {}, _processes={0: none, 1: none})
+        async with client.generate([prompt_request()], uid="a") as generation:
+            message = await first.receive_request()
+            restart = asyncio.create_task(supervisor.restart_replica(0))
+            for _ in range(2):  # the drained one has fewer sequences
+                async with client.generate([prompt_request()], uid="b"):
+                    await cluster.engines[1].receive_request()
+                assert isinstance(await cluster.engines[1].receive(), AbortRequest)
+            await first.send_tokens(message.request_id, (0, 1, "", "stop"))
+            await read(generation)
+        stopped = await first.receive()
+        assert isinstance(stopped, EngineCall) and stopped.command == "shutdown"
+        with pytest.raises(ApiError, match="replica=0 is not ready: it is being") as raised:
+            await supervisor.restart_replica(0)
+        assert raised.value.status == 409
+        client.lose_replica(0)
+        engine = FakeEngine(cluster.address, client.start_replica(0))
+        process: Any = object()
+        supervisor._processes[0] = process
+        await engine.send(LoadFailed("there are no weights."))
+        with pytest.raises(ApiError, match="replica=0 cannot load the model: there are") as raised:
+            await restart
+        assert raised.value.status == 500
+        engine.socket.close()
+
+    run_cluster(test)
+
+
+def test_server_with_one_replica_cannot_restart_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        state = ServerState(ServeConfig(enable_admin=True), cluster.client, HttpMetrics("tiny"))
+        state.set_model(await cluster.client.ready)
+        with pytest.raises(ApiError, match="this server has one replica. Start it with --par"):
+            await restart_replica(state, RequestContext("r", "/restart_replica", {"replica": 0}))
+
+    run_cluster(test, num_replicas=1)
+
+
 def test_metrics_of_replicas_are_one_group_per_metric() -> None:
     def text(engine: int) -> str:
         return (
@@ -534,6 +580,44 @@ def test_streams_of_a_killed_replica_continue_with_the_same_text(replicas: Serve
         assert stream.text == expected.text
         assert stream.finish_reasons == expected.finish_reasons
         assert stream.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_replicas_are_restarted_one_after_the_other_while_requests_run(replicas: Server) -> None:
+    wait_for_replicas(replicas, {0, 1})
+    bodies = make_bodies(3)
+    expected = [replicas.post("/v1/completions", body).json()["choices"] for body in bodies]
+    before = children(replicas.process.pid)
+    answers: list[bool] = []
+    is_restarted = threading.Event()
+
+    def complete(number: int) -> None:
+        with httpx2.Client(headers=KEY, timeout=120) as client:
+            while not is_restarted.is_set():
+                response = client.post(f"{replicas.url}/v1/completions", json=bodies[number])
+                choices = response.raise_for_status().json()["choices"]
+                texts = [choice["text"] for choice in choices]
+                answers.append(texts == [choice["text"] for choice in expected[number]])
+
+    threads = [threading.Thread(target=complete, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for replica in (0, 1):
+        response = replicas.post("/restart_replica", {"replica": replica}, timeout=120)
+        assert response.raise_for_status().json() == {"status": "ok"}
+    is_restarted.set()
+    for thread in threads:
+        thread.join(120)
+    assert len(answers) > 6 and all(answers)
+    after = children(replicas.process.pid)
+    assert len(after) == 2 and not set(before) & set(after)
+
+
+def test_invalid_replica_is_reported(replicas: Server) -> None:
+    for replica in (2, -1, True, "0", None):
+        response = replicas.post("/restart_replica", {"replica": replica})
+        assert response.status_code == 400
+        assert "the replicas are 0 to 1. Use one" in response.json()["error"]["message"]
 
 
 @pytest.mark.slow
