@@ -503,6 +503,22 @@ class EngineClient:
             self._num_unanswered[replica] = self._num_unanswered.get(replica, 0) + 1
             self._send(replica, Heartbeat())
 
+    def expire_waiting(self) -> None:
+        """End the requests that no replica has, and whose deadline has passed; replicas end the
+        others."""
+        now = time.monotonic()
+        for number, request in list(self._requests.items()):
+            deadline_s = request.message.params.get("deadline_s")
+            if deadline_s is None or self.router.find_replica(number) is not None:
+                continue
+            if now > request.message.arrival_time + deadline_s:
+                self._finish(number)
+                text = (
+                    f"deadline_s={deadline_s}: the request was not finished in time, because no "
+                    "replica of the engine is ready. Send it again later."
+                )
+                request.generation.fail(ApiError(408, text))
+
     def find_unresponsive(self, *, max_heartbeats: int) -> list[int]:
         """Return the replicas that sent nothing after so many heartbeats."""
         return [

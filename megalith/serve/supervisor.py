@@ -173,6 +173,7 @@ class EngineSupervisor:
                 if self._processes[replica].returncode is None:
                     self._processes[replica].kill()
             self.client.send_heartbeats()
+            self.client.expire_waiting()
 
 
 async def _end_process(process: asyncio.subprocess.Process) -> None:

@@ -255,6 +255,26 @@ def test_accepted_request_waits_while_no_replica_is_ready_and_new_ones_are_rejec
     run_cluster(test)
 
 
+def test_request_without_a_replica_ends_at_its_deadline() -> None:
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        client.lose_replica(1)
+        async with (
+            client.generate([prompt_request(deadline_s=0.01)], uid="a") as generation,
+            client.generate([prompt_request(deadline_s=60)], uid="b"),
+        ):
+            await asyncio.sleep(0.02)
+            client.expire_waiting()  # its replica does it
+            assert client.num_sequences == 2
+            client.lose_replica(0)
+            client.expire_waiting()
+            with pytest.raises(ApiError, match="deadline_s=0.01: .* no replica") as raised:
+                await read(generation)
+            assert raised.value.status == 408 and client.num_sequences == 1
+
+    run_cluster(test)
+
+
 def test_aborts_reach_the_replica_or_end_a_request_that_none_has() -> None:
     async def test(cluster: Cluster) -> None:
         client = cluster.client
