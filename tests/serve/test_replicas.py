@@ -603,34 +603,32 @@ def test_streams_of_a_killed_replica_continue_with_the_same_text(replicas: Serve
 
 
 @pytest.mark.slow
-def test_replicas_are_restarted_one_after_the_other_while_requests_run(replicas: Server) -> None:
+def test_replica_is_restarted_while_requests_run(replicas: Server) -> None:
     wait_for_replicas(replicas, {0, 1})
-    bodies = make_bodies(3)
-    expected = [replicas.post("/v1/completions", body).json()["choices"] for body in bodies]
+    body = make_bodies(1)[0]
+    expected = replicas.post("/v1/completions", body).json()["choices"]
     before = children(replicas.process.pid)
     answers: list[bool] = []
     is_restarted = threading.Event()
 
-    def complete(number: int) -> None:
+    def complete() -> None:
         with httpx2.Client(headers=KEY, timeout=120) as client:
-            while not is_restarted.is_set():
-                response = client.post(f"{replicas.url}/v1/completions", json=bodies[number])
+            while not is_restarted.wait(0.3):
+                response = client.post(f"{replicas.url}/v1/completions", json=body)
                 choices = response.raise_for_status().json()["choices"]
                 texts = [choice["text"] for choice in choices]
-                answers.append(texts == [choice["text"] for choice in expected[number]])
+                answers.append(texts == [choice["text"] for choice in expected])
 
-    threads = [threading.Thread(target=complete, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for replica in (0, 1):
-        response = replicas.post("/restart_replica", {"replica": replica}, timeout=120)
-        assert response.raise_for_status().json() == {"status": "ok"}
+    thread = threading.Thread(target=complete)
+    thread.start()
+    response = replicas.post("/restart_replica", {"replica": 1}, timeout=120)
+    assert response.raise_for_status().json() == {"status": "ok"}
     is_restarted.set()
-    for thread in threads:
-        thread.join(120)
-    assert len(answers) > 6 and all(answers)
+    thread.join(120)
+    assert len(answers) > 1 and all(answers)
     after = children(replicas.process.pid)
-    assert len(after) == 2 and not set(before) & set(after)
+    assert len(after) == 2 and len(set(before) & set(after)) == 1
+    wait_for_replicas(replicas, {0, 1})
 
 
 def test_invalid_replica_is_reported(replicas: Server) -> None:
@@ -643,17 +641,17 @@ def test_invalid_replica_is_reported(replicas: Server) -> None:
 @pytest.mark.slow
 def test_no_request_is_lost_under_load_and_the_replica_comes_back(replicas: Server) -> None:
     wait_for_replicas(replicas, {0, 1})
-    bodies = make_bodies(12)
+    bodies = make_bodies(8)
     expected = [replicas.post("/v1/completions", body).json()["choices"] for body in bodies]
     answers: list[Any] = []
 
     def complete(number: int) -> None:
         with httpx2.Client(headers=KEY, timeout=120) as client:
-            for _ in range(3):
+            for _ in range(2):
                 response = client.post(f"{replicas.url}/v1/completions", json=bodies[number])
                 answers.append((number, response.status_code, response.json()))
 
-    threads = [threading.Thread(target=complete, args=(number,)) for number in range(12)]
+    threads = [threading.Thread(target=complete, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     while len(answers) < 3:
@@ -661,7 +659,7 @@ def test_no_request_is_lost_under_load_and_the_replica_comes_back(replicas: Serv
     os.kill(children(replicas.process.pid)[0], signal.SIGKILL)
     for thread in threads:
         thread.join(120)
-    assert len(answers) == 36
+    assert len(answers) == 16
     for number, status, answer in answers:
         assert status == 200, answer
         texts = [choice["text"] for choice in answer["choices"]]
