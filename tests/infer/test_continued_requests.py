@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams
+from megalith.config.model import AttentionConfig, RopeConfig
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
 from megalith.infer.engine import InferenceEngine
@@ -28,10 +29,30 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_engine() -> InferenceEngine:
-    """An engine of a model whose tokens are bytes."""
-    decoder = model(config(vocab_size=257))
-    return build(decoder, tokenizer=ByteTokenizer(), eos=frozenset([256]))
+ENGINES: dict[str, dict[str, Any]] = {
+    "drafts": {"speculation": "ngram"},
+    "window": {"attention": AttentionConfig(window=5, window_layers=(True, False))},
+    "longrope": {
+        "head_dim": 4,
+        "rope": RopeConfig(
+            scaling="longrope",
+            factor=4.0,
+            original_max_position=24,  # reached during the output
+            short_factors=(1.0, 1.0),
+            long_factors=(3.0, 9.0),
+        ),
+    },
+    "dynamic rope": {
+        "head_dim": 4,
+        "rope": RopeConfig(scaling="dynamic", factor=4.0, original_max_position=24),
+    },
+}
+
+
+def make_engine(*, speculation: str = "none", **fields: Any) -> InferenceEngine:
+    """An engine of a model whose tokens are bytes; `fields`: of its config."""
+    decoder = model(config(vocab_size=257, **fields))
+    return build(decoder, tokenizer=ByteTokenizer(), eos=frozenset([256]), speculation=speculation)
 
 
 def collect(
@@ -95,6 +116,18 @@ def test_request_continues_on_another_engine(name: str) -> None:
                     assert each.logprobs.logprob == pytest.approx(logprobs.logprob, abs=1e-5)
             else:
                 assert not new
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_kind_of_engine_continues_requests(name: str) -> None:
+    params = SamplingParams(max_new_tokens=14, seed=3, ignore_eos=True, temperature=0.7)
+    expected, _ = collect(make_engine(**ENGINES[name]), params)
+    (reference,) = expected.outputs
+    for length in (1, 6, 13):
+        progress = [ChoiceProgress(reference.token_ids[:length])]
+        continued, later = collect(make_engine(**ENGINES[name]), params, progress)
+        assert describe(continued.outputs[0]) == describe(reference)
+        assert [each.token for each in later] == reference.token_ids[length:]
 
 
 def test_progress_that_nothing_can_follow_is_rejected() -> None:

@@ -41,7 +41,7 @@ from megalith.serve.protocol import (
     to_array,
 )
 from megalith.serve.state import RequestContext, ServerState
-from megalith.serve.supervisor import EngineSupervisor
+from megalith.serve.supervisor import HEARTBEAT_S, EngineSupervisor
 from megalith.serve.transport import socket_address
 from tests.serve.servers import Server, running_server
 from tests.serve.test_ranks import children
@@ -440,6 +440,89 @@ def test_restart_of_a_replica_drains_it_and_reports_that_it_cannot_load() -> Non
             await restart
         assert raised.value.status == 500
         engine.socket.close()
+
+    run_cluster(test)
+
+
+class FakeProcess:
+    """A process of the supervisor that ends when it is killed."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+
+    def kill(self) -> None:
+        self.returncode = -9
+        self._ended.set()
+
+    async def wait(self) -> int | None:
+        await self._ended.wait()
+        return self.returncode
+
+
+def test_supervisor_kills_a_replica_that_does_not_answer_and_restarts_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleep_shortly(seconds: float) -> None:
+        if seconds >= 1 and seconds != HEARTBEAT_S:
+            waits.append(seconds)
+        await sleep(0.001)
+
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        processes: list[Any] = [FakeProcess(), FakeProcess()]
+        supervisor = EngineSupervisor(client, {}, _processes=dict(enumerate(processes)))
+
+        async def start_process(self: EngineSupervisor, replica: int) -> None:
+            process: Any = FakeProcess()
+            processes.append(process)
+            self._processes[replica] = process
+            if len(waits) < 3:  # it does not get ready
+                process.kill()
+            elif len(waits) == 3:
+                await cluster.start(replica)
+
+        async def answer_heartbeats(engine: FakeEngine) -> None:
+            while True:
+                if await engine.receive() == Heartbeat():
+                    await engine.send(Heartbeat())
+
+        monkeypatch.setattr(EngineSupervisor, "_start_process", start_process)
+        answers = asyncio.create_task(answer_heartbeats(cluster.engines[0]))
+        watch = asyncio.create_task(supervisor.watch())
+        await wait_until(lambda: len(processes) == 5 and 1 in client.router.replicas)
+        assert processes[1].returncode == -9 and processes[0].returncode is None
+        assert waits == [1.0, 2.0, 4.0]
+        processes[4].kill()  # it was ready: the time begins again
+        await wait_until(lambda: len(waits) == 4)
+        assert waits[3] == 1.0
+        supervisor.is_stopping = True
+        processes[0].kill()
+        assert await watch is None
+        answers.cancel()
+
+    monkeypatch.setattr("megalith.serve.supervisor.asyncio.sleep", sleep_shortly)
+    run_cluster(test)
+    assert "replica 1 of the engine does not answer; it is killed" in caplog.text
+    assert "replica 1 of the engine ended with code -9; it is restarted in 1 s" in caplog.text
+
+
+def test_engine_that_never_was_ready_ends_the_server() -> None:
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        process: Any = FakeProcess()
+        other: Any = FakeProcess()
+        supervisor = EngineSupervisor(client, {}, _processes={0: process, 1: other})
+        client.loaded.discard(1)
+        other.kill()
+        async with client.generate([prompt_request()], uid="a") as generation:
+            assert await supervisor.watch() == -9
+            with pytest.raises(ApiError, match="the engine process has ended") as raised:
+                await read(generation)
+            assert raised.value.status == 503
 
     run_cluster(test)
 
