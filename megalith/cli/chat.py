@@ -18,9 +18,15 @@ from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
-from megalith.config.serve import EngineConfig, GenerateRun, engine_problems, parallel_problems
+from megalith.config.serve import (
+    EngineConfig,
+    GenerateRun,
+    engine_problems,
+    parallel_problems,
+    single_replica_problems,
+)
 from megalith.config.tree import apply_overrides, to_dict
-from megalith.errors import ConfigError, DataError, raise_all
+from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.hf.pretrained import Pretrained
@@ -105,11 +111,7 @@ def main(argv: list[str]) -> int:
     run = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides)
     raise_all(option_problems(options) + engine_problems(run.engine))
     raise_all(parallel_problems(run.engine, run.parallel))
-    if run.parallel.dp > 1:
-        raise ConfigError(
-            f"parallel.dp={run.parallel.dp}: a chat is one sequence, which data-parallel ranks "
-            "cannot share. Set parallel.dp to 1."
-        )
+    raise_all(single_replica_problems(run.parallel))
     from megalith.infer.load import open_source
     from megalith.launch.launcher import in_worker, run_workers
 

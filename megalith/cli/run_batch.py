@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         max_queue_tokens=2**40,
     )
     run = apply_overrides(ServeRun(server=server), overrides)
-    raise_all(serve_problems(run))
+    raise_all(serve_problems(run) + options.layout_problems(run))
     from megalith.serve.transport import check_packages
 
     check_packages("megalith run-batch")

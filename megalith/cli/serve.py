@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
+from megalith.config.serve import replica_problems
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import raise_all
@@ -36,6 +37,16 @@ class ModelOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    nproc: int = 1
+    """Number of processes: parallel.dp replicas of the model, each tensor parallel in parallel.pp
+    pipeline stages."""
+
+    def layout_problems(self, run: ServeRun) -> list[str]:
+        """Return a message for every parallel degree that does not fit the number of processes."""
+        if self.nproc >= 1:
+            return replica_problems(run.parallel, self.nproc)
+        return [f"--nproc={self.nproc} must be at least 1. Use the number of processes to start."]
+
     def engine_settings(self, run: ServeRun, **more: Any) -> dict[str, Any]:
         """Return the settings of the engine process as plain data; `more`: those of a server."""
         return {
@@ -45,6 +56,7 @@ class ModelOptions:
             "kernels": to_dict(run)["kernels"],
             "base": self.base,
             "dtype": DTYPES[self.dtype] if self.dtype else None,
+            "nproc": self.nproc,
             "template": self.template,
             "served_model_name": run.server.served_model_name or Path(self.source).resolve().name,
             **more,
@@ -59,9 +71,6 @@ class ServeOptions(ModelOptions, ServeConfig):
     --engine.cache.memory_fraction 0.5 or --kernels torch; docs/howto/serve.md explains them.
     """
 
-    nproc: int = 1
-    """Number of processes that share the model: tensor parallel, in parallel.pp pipeline stages."""
-
 
 def main(argv: list[str]) -> int:
     """Run `megalith serve`."""
@@ -71,21 +80,14 @@ def main(argv: list[str]) -> int:
     if server.served_model_name is None:
         server = replace(server, served_model_name=Path(options.source).resolve().name)
     run = apply_overrides(ServeRun(server=server), overrides)
-    problems = serve_problems(run)
-    if options.nproc < 1:
-        problems.append(
-            f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."
-        )
-    raise_all(problems)
+    raise_all(serve_problems(run) + options.layout_problems(run))
     from megalith.serve.transport import check_packages
 
     check_packages("megalith serve")
     from megalith.serve.server import open_listener, serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    settings = options.engine_settings(
-        run, log_requests=run.server.log_requests, nproc=options.nproc
-    )
+    settings = options.engine_settings(run, log_requests=run.server.log_requests)
     return asyncio.run(serve(run.server, open_listener(run.server), settings, show))
 
 

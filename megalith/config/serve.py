@@ -152,8 +152,9 @@ class InferenceParallelConfig:
     """Pipeline stages, each with a part of the layers; as many steps are in flight."""
 
     dp: Annotated[int, Ge(1), Example(2)] = 1
-    """Data-parallel ranks, each with requests of its own. Those of a model with experts share the
-    experts, if their number is a multiple of tp x dp (DP attention)."""
+    """Data-parallel ranks, each with requests of its own. In `megalith serve` they are replicas of
+    the engine, to which requests are routed; in `megalith generate` they share the experts of a
+    model, if the number of experts is a multiple of tp x dp (DP attention)."""
 
     sp: bool = False
     """Sequence parallelism: between matmuls, each tensor-parallel rank has a part of the tokens."""
@@ -205,6 +206,34 @@ def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -
         f"to {str(default).lower()}."
         for setting, fix, name, value, default, reason in problems
         if value != default
+    ]
+
+
+def replica_problems(parallel: InferenceParallelConfig, nproc: int) -> list[str]:
+    """Return a message if `nproc` processes cannot be the replicas of an engine."""
+    tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
+    if dp == 1:
+        return []
+    if nproc % dp:
+        return [
+            f"parallel.dp={dp} with --nproc={nproc}: every replica has equally many processes. Set "
+            f"--nproc to a multiple of {dp}, such as {dp * (tp or 1) * pp}."
+        ]
+    if tp is not None and tp * pp * dp != nproc:
+        return [
+            f"parallel.tp={tp}, parallel.pp={pp} and parallel.dp={dp} with --nproc={nproc}: tp x "
+            f"pp x dp is the number of processes. Set --nproc to {tp * pp * dp}."
+        ]
+    return []
+
+
+def single_replica_problems(parallel: InferenceParallelConfig) -> list[str]:
+    """Return a message if there are replicas, in a command that runs one engine."""
+    if parallel.dp == 1:
+        return []
+    return [
+        f"parallel.dp={parallel.dp}: this command runs one replica of the engine. Set parallel.dp "
+        "to 1, or use megalith serve."
     ]
 
 

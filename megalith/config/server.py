@@ -1,7 +1,7 @@
 """Settings of the HTTP server: `ServeConfig`, and `ServeRun` with the engine behind it."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,7 +85,7 @@ class ServeConfig:
 
     enable_admin: bool = False
     """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
-    /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_key."""
+    /restart_replica, /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_key."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected
@@ -115,7 +115,8 @@ def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
     problems = range_problems(run) + speculation_problems(run.engine.speculation)
-    problems += parallel_problems(run.engine, run.parallel)
+    # replicas do not depend on each other
+    problems += parallel_problems(run.engine, replace(run.parallel, dp=1))
     problems += adapter_problems(run.engine)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(

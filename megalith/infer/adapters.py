@@ -102,6 +102,11 @@ class AdapterManager:
         """Return the folder of each adapter, by name."""
         return {name: named.path for name, named in self._names.items()}
 
+    @property
+    def fingerprints(self) -> dict[str, bytes]:
+        """Return the SHA-256 of the weights of each adapter, by name."""
+        return {name: named.fingerprint for name, named in self._names.items()}
+
     def load(self, name: str, path: str) -> None:
         """Load an adapter, or replace the weights of a name. Collective over the ranks.
 

@@ -34,6 +34,7 @@ from megalith.infer.outputs import (
 )
 from megalith.infer.pooling import HiddenStatePooler
 from megalith.infer.requests import (
+    ChoiceProgress,
     DraftedRow,
     InFlightStep,
     Request,
@@ -56,6 +57,7 @@ from megalith.infer.structured_output import (
 from megalith.kernels.rope import rope_length
 from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.plan.keys import key
+from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.scheduler import (
     BlockCopy,
     PlannedRow,
@@ -153,18 +155,21 @@ class InferenceEngine:
         arrival_time: float | None = None,
         pooling: Pooling | None = None,
         adapter: str | None = None,
+        progress: Sequence[ChoiceProgress] = (),
     ) -> int:
         """Add a request and return its number.
 
         `salt`: requests with different salts share no cached prefix; `arrival_time`: when it
         reached the front end, on the monotonic clock; `pooling`: return an embedding of the prompt
         and no tokens, with max_new_tokens=0; `adapter`: name of a loaded LoRA adapter; None: the
-        base model.
+        base model; `progress`: of each choice, to continue a request of another engine. With its
+        seed the next tokens are those that the other engine would have generated.
 
         Raises:
             ConfigError: the sampling parameters are invalid, or the engine holds no adapters.
             CheckpointError: the adapter was evicted, and its files were changed or removed.
-            DataError: the prompt is empty, too long, or has unknown ids.
+            DataError: the prompt is empty, too long, or has unknown ids; or nothing follows the
+                progress.
         """
         problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
         problems = problems or text_problems(params, self._tokenizer)
@@ -202,16 +207,20 @@ class InferenceEngine:
         )
         pooler = None if pooling is None else HiddenStatePooler(pooling)
         request = Request(output, params, seed, deadline, bad_word_ids, pooler, grammar, loaded)
-        if params.cache_salt is not None:
-            salt = b"\0".join([salt, params.cache_salt.encode("utf-8", "surrogatepass")])
-        if loaded is not None:
-            salt = b"adapter" + loaded.fingerprint + salt
-        choice = self._new_choice(request, 0, salt)
-        self.scheduler.add(choice.state, max_total_tokens=self._max_total_tokens(request))
+        salt = compute_salt(
+            salt,
+            cache_salt=params.cache_salt,
+            adapter_fingerprint=None if loaded is None else loaded.fingerprint,
+        )
+        choices = self._make_choices(request, salt, progress)
+        for choice in choices:
+            if choice.completion.finish_reason is None:
+                self.scheduler.add(choice.state, max_total_tokens=self._max_total_tokens(request))
+                self._choices[choice.state.seq_id] = choice
+        request.choices += choices
         self._num_requests += 1
         if loaded is not None:
             loaded.num_requests += 1
-        self._register(choice)
         self._requests[number] = request
         self._notify("on_request", output)
         return number
@@ -397,6 +406,47 @@ class InferenceEngine:
         return RequestChoice(
             request, request.output.outputs[index], state, stopping, counts, grammar
         )
+
+    def _make_choices(
+        self, request: Request, salt: bytes, progress: Sequence[ChoiceProgress]
+    ) -> list[RequestChoice]:
+        """Return the choices of a new request: the first one, from which the others fork after the
+        prompt; or all, if some have tokens.
+
+        Raises:
+            DataError: there is not one progress per choice, or a choice has ended.
+        """
+        if not any(progress_of_choice.token_ids for progress_of_choice in progress):
+            return [self._new_choice(request, 0, salt)]
+        if len(progress) != request.params.n:
+            raise DataError(
+                f"progress has {len(progress)} choices, but n={request.params.n}. Pass one for "
+                "each choice."
+            )
+        choices = [self._new_choice(request, index, salt) for index in range(len(progress))]
+        for choice, (token_ids, finish_reason) in zip(choices, progress, strict=True):
+            self._replay(choice, token_ids, has_ended=finish_reason is not None)
+            choice.completion.finish_reason = finish_reason
+        return choices
+
+    def _replay(self, choice: RequestChoice, token_ids: Sequence[int], *, has_ended: bool) -> None:
+        """Append tokens that another engine has generated, whose text its client has."""
+        choice.state.token_ids += token_ids
+        for token in token_ids:
+            if choice.grammar is not None and not has_ended:
+                choice.grammar.accept(token)
+            stop = choice.stopping.check(token)
+            output = TokenOutput(
+                choice.request.output.request_id, choice.completion.index, token, stop.text
+            )
+            choice.completion.add(output)
+            if stop.finish is not None and not has_ended:
+                raise DataError(
+                    f"progress[{choice.completion.index}]: the choice ends with its token "
+                    f"{token} ({stop.finish}). Pass its finish_reason."
+                )
+        if choice.counts is not None:
+            choice.counts.update(choice.completion.token_ids)
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the largest number of tokens that a choice of a request can have."""
@@ -712,8 +762,8 @@ class InferenceEngine:
         """Append a sampled token to its sequence; returns the output. `is_draft`: it is an accepted
         draft, which was processed."""
         timings = choice.request.output.timings
-        if timings.first_token is None:
-            timings.first_token = time.monotonic()
+        if timings.first_token is None and not choice.completion.token_ids:
+            timings.first_token = time.monotonic()  # else generated by another engine
         if sampled.error is not None:
             return self._end_choice(
                 choice, "error", error=sampled.error, is_request_error=sampled.is_request_error

@@ -76,6 +76,8 @@ class Timings:
     """Start of the first step with tokens of the request."""
 
     first_token: float | None = None
+    """None also for a continued request, whose first token another engine has generated."""
+
     finished: float | None = None
 
     @property

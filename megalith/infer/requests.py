@@ -11,7 +11,7 @@ from megalith.infer.adapters import LoadedAdapter
 from megalith.infer.outputs import Completion, RequestOutput, StepResults
 from megalith.infer.pooling import HiddenStatePooler
 from megalith.infer.sample import SampleRow, TokenCounts
-from megalith.infer.stopping_criteria import StoppingCriteria
+from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
 from megalith.infer.structured_output import Grammar, GrammarState
 from megalith.plan.serving.scheduler import SequenceState, StepPlan
 
@@ -47,6 +47,14 @@ class Request:
 
     choices: list[RequestChoice] = field(default_factory=list)
     """The first choice, and after its first token the others."""
+
+
+class ChoiceProgress(NamedTuple):
+    """What another engine has generated of a choice, which this one continues."""
+
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+    """Set if the choice has ended."""
 
 
 class DraftedRow(NamedTuple):

@@ -55,6 +55,7 @@ from megalith.serve.models import (
     pause,
     render_metrics,
     reset_prefix_cache,
+    restart_replica,
     resume,
     unload_lora_adapter,
 )
@@ -127,7 +128,7 @@ ENDPOINTS = (
         "GET",
         ("/health", "/v1/health"),
         get_health,
-        "liveness: 200 while both processes run",
+        "liveness: 200 while the server runs",
         False,
     ),
     Endpoint("GET", ("/ready",), get_ready, "200 while requests are accepted", False),
@@ -145,6 +146,12 @@ ENDPOINTS = (
         "end serving an adapter, {lora_name} (--enable-admin)",
     ),
     Endpoint("POST", ("/abort",), abort, "end requests in flight (--enable-admin)"),
+    Endpoint(
+        "POST",
+        ("/restart_replica",),
+        restart_replica,
+        "replace a replica by one that reads the model again, {replica} (--enable-admin)",
+    ),
     Endpoint(
         "POST",
         ("/pause",),

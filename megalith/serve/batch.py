@@ -11,7 +11,7 @@ from megalith import storage
 from megalith.config.server import ServeConfig
 from megalith.errors import CheckpointError, DataError
 from megalith.serve.chat import create_chat_completion
-from megalith.serve.client import LoadError, open_engine
+from megalith.serve.client import LoadError
 from megalith.serve.completions import create_completion
 from megalith.serve.embeddings import create_embeddings
 from megalith.serve.errors import ApiError, internal_error
@@ -19,6 +19,7 @@ from megalith.serve.limits import check_document
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.responses import create_response
 from megalith.serve.state import RequestContext, ServerState
+from megalith.serve.supervisor import open_engine
 
 _logger = logging.getLogger(__name__)
 

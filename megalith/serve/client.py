@@ -1,27 +1,34 @@
-"""Client of the engine process: starts it, sends requests, and distributes its outputs to the
-streams of the event loop."""
+"""Client of the engine: sends each request to one of its replicas, and distributes their outputs to
+the streams of the event loop.
+
+A replica is lost when its process ends. Its requests continue on another one, which gets the prompt
+and the tokens that were received: sampling is keyed by seed and position, so it generates the
+tokens that the lost replica would have generated.
+"""
 
 import asyncio
-import json
 import logging
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import Pooling
+from megalith.infer.stopping_criteria import FinishReason
+from megalith.plan.keys import key
+from megalith.plan.serving.prefix_cache import compute_salt
+from megalith.plan.serving.request_routing import RequestRouter, compute_block_keys
 from megalith.serve.errors import ApiError
 from megalith.serve.model_info import ModelInfo
 from megalith.serve.protocol import (
     AbortRequest,
     AddRequest,
+    CacheReport,
     Codec,
     EngineCall,
+    Heartbeat,
     LoadFailed,
     Message,
     PromptResult,
@@ -32,15 +39,15 @@ from megalith.serve.protocol import (
     StepOutputs,
     TokenUpdate,
 )
-from megalith.serve.transport import bind_client_socket, socket_address
+from megalith.serve.transport import bind_client_socket
 
 if TYPE_CHECKING:
     import zmq.asyncio
 
 _logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 5.0
-"""Time for the engine process to end after its last request (heuristic)."""
+MAX_LOSSES = 2
+"""A request that loses its replica so many times fails: it may be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,14 @@ def _error_status(update: TokenUpdate) -> int:
 
 
 @dataclass(slots=True)
+class _ChoiceProgress:
+    """What was received of a choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
 class _InFlightRequest:
     """A request that the engine has not finished."""
 
@@ -123,68 +138,213 @@ class _InFlightRequest:
     """X-Request-Id of its HTTP request."""
 
     prompt: int
-    num_choices: int
-    num_prompt_tokens: int
+    message: AddRequest
+    block_keys: list[int]
+    choices: list[_ChoiceProgress]
+    num_losses: int = 0
+    is_aborted: bool = False
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of choices that have not ended."""
+        return sum(choice.finish_reason is None for choice in self.choices)
+
+    def make_message(self) -> AddRequest:
+        """Return the message to a replica, which continues after the tokens that were received."""
+        if not self.num_losses:
+            return self.message
+        params = dict(self.message.params)
+        if self.generation.prompts[self.prompt] is not None:
+            params.pop("prompt_logprobs", None)  # received
+        progress = [[choice.token_ids, choice.finish_reason] for choice in self.choices]
+        return replace(self.message, params=params, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A command that a replica executes."""
+
+    replica: int
+    result: "asyncio.Future[dict[str, Any] | None]"
+    """None: the replica was lost."""
 
 
 class EngineClient:
-    """Sends requests to an engine process over a socket."""
+    """Sends requests to the replicas of the engine over a socket."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, num_replicas: int = 1, seed: int) -> None:
+        """`seed`: from which the seeds of requests without one are derived."""
+        self.num_replicas = num_replicas
+        self.router = RequestRouter()
+        self._seed = seed
         self._socket: zmq.asyncio.Socket = bind_client_socket(address)
         self._codec = Codec()
+        self._identities: dict[int, bytes] = {}
+        """Of the present process of each replica."""
+        self._num_processes = 0
         self._requests: dict[int, _InFlightRequest] = {}
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, _Call] = {}
         self._num_requests = self._num_calls = 0
+        self._block_calls: dict[int, int] = {}
+        """Replicas by the call that requests a complete list of blocks."""
+        self._num_unanswered: dict[int, int] = {}
+        """Heartbeats since the last message of each replica."""
+        self._fingerprints: dict[str, bytes] = {}
+        """SHA-256 of the weights of the adapters."""
+        self._adapter_paths: dict[str, str | None] = {}
+        """Folders of the adapters that were loaded, or None if they were unloaded, since the
+        start."""
+        self._is_paused = False
+        self._changed = asyncio.Event()
+        """Set, and replaced, when a request ends, or a replica is ready or lost."""
         self.num_sequences = self.num_prompt_tokens = 0
         """Choices and prompt tokens of all unfinished requests."""
         self.info: ModelInfo | None = None
         """Set when the model is loaded."""
         self.ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+        self.loaded: set[int] = set()
+        """Replicas that have loaded the model at least once."""
+        self.load_errors: dict[int, str] = {}
+        """Why the present process of a replica cannot load the model."""
         self._reader = asyncio.create_task(self._read())
         self.failed: ApiError | None = None
-        """Set when the engine process has ended."""
+        """Set when the engine has ended."""
+
+    # --- requests
+
+    def check_available(self) -> None:
+        """Check that a replica accepts requests.
+
+        Raises:
+            ApiError: 503, there is none.
+        """
+        if self.failed is not None:
+            raise self.failed
+        if not self.router.replicas:
+            raise ApiError(
+                503,
+                "no replica of the engine is ready; they are being restarted. Try again later.",
+                headers={"Retry-After": "1"},
+            )
 
     @asynccontextmanager
     async def generate(
         self, requests: Sequence[PromptRequest], *, uid: str
     ) -> AsyncIterator[Generation]:
         """Start the requests of a generation; leaving the context aborts unfinished ones."""
-        if self.failed is not None:
-            raise self.failed
+        self.check_available()
         arrival_time = time.monotonic()
         generation = Generation(
             sum(request.params.n for request in requests), [None] * len(requests)
         )
         numbers = []
         for index, request in enumerate(requests):
-            number = self._num_requests
-            self._num_requests += 1
-            numbers.append(number)
-            self._requests[number] = _InFlightRequest(
-                generation, uid, index, request.params.n, len(request.token_ids)
+            name = uid if len(requests) == 1 else f"{uid}-{index}"
+            message = self._make_message(request, name, arrival_time)
+            numbers.append(message.request_id)
+            self._requests[message.request_id] = _InFlightRequest(
+                generation,
+                uid,
+                index,
+                message,
+                self._compute_block_keys(request),
+                [_ChoiceProgress() for _ in range(request.params.n)],
             )
             self.num_sequences += request.params.n
             self.num_prompt_tokens += len(request.token_ids)
-            name = uid if len(requests) == 1 else f"{uid}-{index}"
-            self._send(
-                AddRequest(
-                    number,
-                    name,
-                    request.token_ids,
-                    request.params.to_dict(),
-                    arrival_time,
-                    request.pooling,
-                    request.adapter,
-                )
-            )
+            self._dispatch(message.request_id)
         try:
             yield generation
         finally:
             for number in numbers:
                 if number in self._requests:
+                    self._abort_engine_request(number)
                     self._finish(number)
-                    self._send(AbortRequest(number))
+
+    def abort(self, uid: str | None) -> int:
+        """End the requests with a name, None: all, with finish reason abort; returns how many."""
+        numbers = [
+            number for number, request in self._requests.items() if uid in (None, request.uid)
+        ]
+        for number in numbers:
+            self._requests[number].is_aborted = True
+            if self.router.find_replica(number) is None:
+                self._end_aborted(number)
+            else:  # the engine answers with the end of each choice
+                self._abort_engine_request(number)
+        return len(numbers)
+
+    def abort_all(self, error: ApiError) -> None:
+        """Abort all requests; their readers get the error."""
+        for number, request in list(self._requests.items()):
+            self._abort_engine_request(number)
+            self._finish(number)
+            request.generation.fail(error)
+
+    def _make_message(self, request: PromptRequest, name: str, arrival_time: float) -> AddRequest:
+        """Return the message of a new request. Its seed is derived here, so that the request has
+        the same tokens on every replica."""
+        number = self._num_requests
+        self._num_requests += 1
+        params = request.params.to_dict()
+        params.setdefault("seed", key(self._seed, "request", str(number)))
+        return AddRequest(
+            number,
+            name,
+            request.token_ids,
+            params,
+            arrival_time,
+            request.pooling,
+            request.adapter,
+        )
+
+    def _compute_block_keys(self, request: PromptRequest) -> list[int]:
+        """Return the hashes of the blocks of a prompt that replicas may have cached."""
+        block_size = None if self.info is None else self.info.block_size
+        params, adapter = request.params, request.adapter
+        is_cached = params.prompt_logprobs is None and block_size is not None
+        if self.num_replicas == 1 or not is_cached or block_size is None:
+            return []
+        fingerprint = None if adapter is None else self._fingerprints.get(adapter, b"")
+        salt = compute_salt(cache_salt=params.cache_salt, adapter_fingerprint=fingerprint)
+        return compute_block_keys(request.token_ids, block_size, salt)
+
+    def _dispatch(self, number: int) -> None:
+        """Send a request to a replica; if none is ready, it is sent when one is."""
+        request = self._requests[number]
+        replica = self.router.choose_replica(request.block_keys)
+        if replica is None:
+            return
+        message = request.make_message()
+        self.router.assign(
+            number,
+            replica,
+            num_sequences=request.num_unfinished,
+            num_tokens=len(message.prompt_token_ids),
+        )
+        self._send(replica, message)
+
+    def _abort_engine_request(self, number: int) -> None:
+        replica = self.router.find_replica(number)
+        if replica is not None:
+            self._send(replica, AbortRequest(number))
+
+    def _end_aborted(self, number: int) -> None:
+        """End the choices of a request that no replica has."""
+        for index, choice in enumerate(self._requests[number].choices):
+            if choice.finish_reason is None:
+                update = TokenUpdate(number, index, None, "", None, "abort", None, None, False)
+                self._put_update(update)
+
+    def _finish(self, number: int) -> None:
+        """Remove a request."""
+        request = self._requests.pop(number)
+        self.router.finish(number)
+        self.num_sequences -= request.num_unfinished
+        self.num_prompt_tokens -= len(request.message.prompt_token_ids)
+        self._notify()
+
+    # --- commands
 
     async def call(
         self,
@@ -193,54 +353,189 @@ class EngineClient:
         *,
         timeout_s: float | None = 60.0,
     ) -> dict[str, Any]:
-        """Call a command of the engine and return its result.
+        """Call a command of all replicas and return the result of the first.
 
         Raises:
-            ApiError: 503, the engine has ended or does not answer; else the command failed.
+            ApiError: 503, no replica is ready, or one does not answer; else the command failed.
         """
-        if self.failed is not None:
-            raise self.failed
-        call_id = self._num_calls
-        self._num_calls += 1
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        self._send(EngineCall(call_id, command, arguments or {}))
+        return (await self.call_replicas(command, arguments, timeout_s=timeout_s))[0]
+
+    async def call_replicas(
+        self,
+        command: str,
+        arguments: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = 60.0,
+    ) -> list[dict[str, Any]]:
+        """Call a command of all replicas and return their results. Replicas that are restarted
+        later get the adapters, and are paused, as the others.
+
+        Raises:
+            ApiError: 503, no replica is ready, or one does not answer; else the command failed.
+        """
+        self.check_available()
+        arguments = arguments or {}
+        calls = {
+            self._start_call(replica, command, arguments): replica
+            for replica in sorted(self.router.replicas)
+        }
         try:
             async with asyncio.timeout(timeout_s):
-                result = await future
+                answers = await asyncio.gather(*(self._calls[each].result for each in calls))
         except TimeoutError:
             raise ApiError(503, f"the engine does not answer within {timeout_s} s.") from None
         finally:
-            self._calls.pop(call_id, None)
-        if "error" in result:
-            raise ApiError(int(result["status"]), str(result["error"]))
-        return result
+            for each in calls:
+                self._calls.pop(each, None)
+        results = [answer for answer in answers if answer is not None]
+        for result in results:
+            if "error" in result:
+                raise ApiError(int(result["status"]), str(result["error"]))
+        if not results:
+            self.check_available()
+            raise ApiError(503, "the engine was restarted. Try again.")
+        self._record_state(command, arguments, results[0])
+        return results
 
-    def abort(self, uid: str | None) -> int:
-        """End the requests with a name, None: all, with finish reason abort; returns how many."""
-        numbers = [
-            number for number, request in self._requests.items() if uid in (None, request.uid)
-        ]
-        for number in numbers:
-            self._send(AbortRequest(number))  # the engine answers with the end of each choice
-        return len(numbers)
+    def _start_call(self, replica: int, command: str, arguments: dict[str, Any]) -> int:
+        """Send a command to a replica; returns the number of the call."""
+        number = self._num_calls
+        self._num_calls += 1
+        self._calls[number] = _Call(replica, asyncio.get_running_loop().create_future())
+        self._send(replica, EngineCall(number, command, arguments))
+        return number
 
-    def abort_all(self, error: ApiError) -> None:
-        """Abort all requests; their readers get the error."""
+    def _record_state(
+        self, command: str, arguments: Mapping[str, Any], result: Mapping[str, Any]
+    ) -> None:
+        """Record what a command has changed, for replicas that are restarted."""
+        match command:
+            case "pause":
+                self._is_paused = True
+            case "resume":
+                self._is_paused = False
+            case "load_adapter":
+                self._adapter_paths[arguments["lora_name"]] = arguments["lora_path"]
+                self._fingerprints[arguments["lora_name"]] = result["fingerprint"]
+            case "unload_adapter":
+                self._adapter_paths[arguments["lora_name"]] = None
+
+    def _restore_state(self, replica: int) -> None:
+        """Send the commands that give a restarted replica the state of the others."""
+        for name, path in self._adapter_paths.items():
+            arguments = (
+                {"lora_name": name} if path is None else {"lora_name": name, "lora_path": path}
+            )
+            command = "unload_adapter" if path is None else "load_adapter"
+            number = self._start_call(replica, command, arguments)
+            self._calls[number].result.add_done_callback(_log_error)
+        if self._is_paused:
+            self._start_call(replica, "pause", {})
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Wait until all requests are finished. The caller rejects new ones.
+
+        Raises:
+            ApiError: 503, the engine has ended.
+            TimeoutError: they are not finished in time.
+        """
+        self._is_paused = False  # as `drain` of the engine
+        for replica in self.router.replicas:
+            self._start_call(replica, "drain", {})
+        async with asyncio.timeout(timeout_s):
+            await self.wait_for(lambda: not self._requests)
+        if self.failed is not None:
+            raise self.failed
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is checked when a request ends, or a replica is ready
+        or lost."""
+        while not condition():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    # --- replicas
+
+    def start_replica(self, replica: int) -> str:
+        """Return the identity of a new process of a replica; messages of others are dropped."""
+        identity = f"{replica}.{self._num_processes}"
+        self._num_processes += 1
+        self._identities[replica] = identity.encode()
+        self.load_errors.pop(replica, None)
+        return identity
+
+    def lose_replica(self, replica: int) -> None:
+        """Remove a replica whose process has ended; its requests continue on others."""
+        self._identities.pop(replica, None)
+        self._num_unanswered.pop(replica, None)
+        for call in self._calls.values():
+            if call.replica == replica and not call.result.done():
+                call.result.set_result(None)
+        for number in self.router.remove(replica):
+            request = self._requests[number]
+            request.num_losses += 1
+            if request.is_aborted:
+                self._end_aborted(number)
+            elif request.num_losses == MAX_LOSSES:
+                self._finish(number)
+                request.generation.fail(
+                    ApiError(
+                        500,
+                        "the engine process of this request ended, and so did the one that "
+                        "continued it: the request may be the cause. Do not send it again; report "
+                        "it with the log of the server.",
+                    )
+                )
+            else:
+                self._dispatch(number)
+        self._notify()
+
+    def stop_replica(self, replica: int) -> None:
+        """Ask a replica to end after its messages."""
+        self._start_call(replica, "shutdown", {})
+
+    def send_heartbeats(self) -> None:
+        """Ask every replica that is ready for a message."""
+        for replica in self.router.replicas:
+            self._num_unanswered[replica] = self._num_unanswered.get(replica, 0) + 1
+            self._send(replica, Heartbeat())
+
+    def expire_waiting(self) -> None:
+        """End the requests that no replica has, and whose deadline has passed; replicas end the
+        others."""
+        now = time.monotonic()
         for number, request in list(self._requests.items()):
-            self._finish(number)
-            request.generation.fail(error)
-            self._send(AbortRequest(number))
+            deadline_s = request.message.params.get("deadline_s")
+            if deadline_s is None or self.router.find_replica(number) is not None:
+                continue
+            if now > request.message.arrival_time + deadline_s:
+                self._finish(number)
+                text = (
+                    f"deadline_s={deadline_s}: the request was not finished in time, because no "
+                    "replica of the engine is ready. Send it again later."
+                )
+                request.generation.fail(ApiError(408, text))
+
+    def find_unresponsive(self, *, max_heartbeats: int) -> list[int]:
+        """Return the replicas that sent nothing after so many heartbeats."""
+        return [
+            replica
+            for replica in self.router.replicas
+            if self._num_unanswered.get(replica, 0) >= max_heartbeats
+        ]
 
     def fail(self, error: ApiError) -> None:
-        """End all requests and calls, because the engine process has ended."""
+        """End all requests and calls, because the engine has ended."""
         self.failed = error
         for number, request in list(self._requests.items()):
             self._finish(number)
             request.generation.fail(error)
         for call in self._calls.values():
-            if not call.done():
-                call.set_exception(error)
+            if not call.result.done():
+                call.result.set_result(None)
         if not self.ready.done():
             self.ready.set_exception(error)
 
@@ -249,128 +544,116 @@ class EngineClient:
         self._reader.cancel()
         self._socket.close()
 
-    def _send(self, message: Message) -> None:
-        self._socket.send(self._codec.encode(message))  # the socket has no limit: sent at once
+    # --- messages
+
+    def _send(self, replica: int, message: Message) -> None:
+        # the socket has no limit: sent at once
+        self._socket.send_multipart([self._identities[replica], self._codec.encode(message)])
 
     async def _read(self) -> None:
         while True:
-            parts = await self._socket.recv_multipart()
+            identity, *parts = await self._socket.recv_multipart()
+            replica = next(
+                (each for each, name in self._identities.items() if name == identity), None
+            )
+            if replica is None:  # its process has ended
+                continue
+            self._num_unanswered[replica] = 0
             try:
                 if len(parts) != 1:
                     raise ProtocolError(f"{len(parts)} parts")
-                self._handle(self._codec.decode(parts[0]))
+                self._handle(replica, self._codec.decode(parts[0]))
             except ProtocolError as error:
                 _logger.warning("dropped a message of the engine: %s", error)
             except Exception:  # the reader must continue
                 _logger.exception("a message of the engine cannot be handled")
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, replica: int, message: Message) -> None:
         match message:
-            case StepOutputs(prompts, updates):
+            case StepOutputs(prompts, updates, cache):
                 for item in prompts:
                     self._put_prompt(PromptResult(*item))
                 for item in updates:
                     self._put_update(TokenUpdate(*item))
+                if cache is not None:
+                    self._put_cache(replica, CacheReport(*cache))
             case RequestRejected(request_id, status, text):
                 request = self._requests.get(request_id)
                 if request is not None:
                     self._finish(request_id)
                     request.generation.fail(ApiError(status, text))
             case Reply(call_id, result):
-                call = self._calls.get(call_id)
-                if call is not None and not call.done():
-                    call.set_result(result)
+                self._put_reply(replica, call_id, result)
+            case Heartbeat():
+                pass
             case Ready(info):
-                self.info = ModelInfo(**info)
-                self.ready.set_result(self.info)
+                self._register(replica, ModelInfo(**info))
+            case LoadFailed(text) if self.ready.done():
+                _logger.error("replica %d cannot load the model: %s", replica, text)
+                self.load_errors[replica] = text
+                self._notify()
             case LoadFailed(text):
                 self.ready.set_exception(LoadError(text))
             case _:
                 raise ProtocolError(f"unexpected {message!r:.100}")
 
+    def _register(self, replica: int, info: ModelInfo) -> None:
+        """Add a replica that has loaded the model, and send it the requests that wait."""
+        if self.info is None:
+            self.info = info
+            self._fingerprints |= info.adapter_fingerprints
+        self.loaded.add(replica)
+        self._restore_state(replica)
+        self.router.register(replica, max_num_seqs=info.max_num_seqs)
+        if not self.ready.done():
+            self.ready.set_result(info)
+        for number in self._requests:
+            if self.router.find_replica(number) is None:
+                self._dispatch(number)
+        self._notify()
+
+    def _put_reply(self, replica: int, call_id: int, result: dict[str, Any]) -> None:
+        if self._block_calls.pop(call_id, None) is not None:
+            self.router.resynchronize(replica, result["next_sequence"], result["keys"])
+        call = self._calls.pop(call_id, None)
+        if call is not None and not call.result.done():
+            call.result.set_result(result)
+
+    def _put_cache(self, replica: int, report: CacheReport) -> None:
+        self.router.replicas[replica].num_active_blocks = report.num_active_blocks
+        if self.router.update_blocks(replica, report.sequence, report.stored, report.removed):
+            self._block_calls[self._start_call(replica, "list_blocks", {})] = replica
+
     def _put_prompt(self, result: PromptResult) -> None:
         request = self._requests.get(result.request_id)
-        if request is not None:
+        if request is None:
+            return
+        self.router.finish_prefill(result.request_id)
+        if request.generation.prompts[request.prompt] is None:  # else from a lost replica
             request.generation.prompts[request.prompt] = result
 
     def _put_update(self, update: TokenUpdate) -> None:
         request = self._requests.get(update.request_id)
         if request is None:  # aborted
             return
+        choice = request.choices[update.choice]
+        if choice.finish_reason is not None:  # on a lost replica
+            return
+        if update.token is not None:
+            choice.token_ids.append(update.token)
         request.generation.put(request.prompt, update)
         if update.finish_reason is not None:
-            request.num_choices -= 1
+            choice.finish_reason = update.finish_reason
             self.num_sequences -= 1
-            if request.num_choices == 0:
+            if request.num_unfinished == 0:
                 self._finish(update.request_id)
 
-    def _finish(self, number: int) -> None:
-        """Remove a request."""
-        request = self._requests.pop(number)
-        self.num_sequences -= request.num_choices
-        self.num_prompt_tokens -= request.num_prompt_tokens
+
+def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:
+    """Log the error of a command for which nothing waits."""
+    if not result.cancelled() and "error" in (result.result() or {}):
+        _logger.error("a restarted replica has another state: %s", result.result())
 
 
 class LoadError(Exception):
     """The engine process cannot load the model; the text is for the user."""
-
-
-@dataclass(slots=True)
-class EngineProcess:
-    """A running engine process and its client."""
-
-    client: EngineClient
-    process: asyncio.subprocess.Process
-    is_stopping: bool = False
-
-    async def watch(self) -> int | None:
-        """Wait for the end of the process; end all requests and return the exit code if it was not
-        stopped."""
-        code = await self.process.wait()
-        if self.is_stopping:
-            return None
-        await asyncio.wait({self.client.ready}, timeout=1)  # its last message may not have arrived
-        self.client.fail(ApiError(503, "the engine process has ended. Restart the server."))
-        return code
-
-    async def stop(self) -> None:
-        """End the process, by force if it does not end in time."""
-        self.is_stopping = True
-        assert self.process.stdin is not None, "it is a pipe"
-        try:
-            if self.client.info is not None and self.client.failed is None:
-                await self.client.call("shutdown", timeout_s=STOP_SECONDS)
-            self.process.stdin.close()
-            async with asyncio.timeout(STOP_SECONDS):
-                await self.process.wait()
-        except (ApiError, TimeoutError):
-            if self.process.returncode is None:
-                self.process.kill()
-                await self.process.wait()
-        finally:
-            await self.client.close()
-
-
-@asynccontextmanager
-async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineProcess]:
-    """Start an engine process, for the time of a context; it also ends when this process does.
-
-    `settings`: see `EngineSettings`, without the address.
-    """
-    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
-        address = socket_address(Path(folder))
-        client = EngineClient(address)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "megalith.serve.engine_process",
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the HTTP process
-        )
-        engine = EngineProcess(client, process)
-        assert process.stdin is not None, "it is a pipe"
-        process.stdin.write(json.dumps(settings | {"address": address}).encode() + b"\n")
-        try:
-            yield engine
-        finally:
-            await engine.stop()

@@ -82,6 +82,12 @@ class EngineSettings:
     nproc: int = 1
     """Number of ranks."""
 
+    identity: str = "0"
+    """Name of this process at the socket of the HTTP process."""
+
+    replica: int | None = None
+    """Index among the replicas of the engine; None: there is one engine."""
+
 
 def load_engine(
     settings: EngineSettings, metrics: EngineMetrics, worker: Worker
@@ -153,6 +159,7 @@ def describe_model(
         if template_name is not None:
             raise
         template_error = str(error)
+    adapters = engine.runner.adapters
     return ModelInfo(
         path=str(source.path),
         tokenizer=to_dict(source.tokenizer),
@@ -166,7 +173,9 @@ def describe_model(
         hidden_size=engine.model_config.hidden_size,
         max_num_seqs=engine.config.max_num_seqs,
         generation_defaults=read_generation_defaults(source),
-        adapters={} if engine.runner.adapters is None else engine.runner.adapters.paths,
+        adapters={} if adapters is None else adapters.paths,
+        adapter_fingerprints={} if adapters is None else adapters.fingerprints,
+        block_size=engine.runner.cache.block_size if engine.config.cache.prefix_caching else None,
     )
 
 
@@ -210,7 +219,7 @@ def main() -> int:
             environment=os.environ | {SETTINGS_VARIABLE: line},
         )
     except UserError as error:
-        socket = connect_engine_socket(settings.address)
+        socket = connect_engine_socket(settings.address, settings.identity)
         socket.send(Codec().encode(LoadFailed(str(error))))
         socket.close()
         return 2
@@ -228,12 +237,16 @@ def run_rank(settings: EngineSettings) -> int:
     _ignore_signals()
     worker = Worker.from_environment(os.environ)
     metrics = EngineMetrics(
-        settings.served_model_name, AccessLog(log_prompts=settings.log_requests)
+        settings.served_model_name,
+        AccessLog(log_prompts=settings.log_requests),
+        replica=settings.replica,
     )
     ranks = connect(worker, timeout_seconds=TIMEOUT_S)
     engine, info = load_engine(settings, metrics, worker)
-    socket = connect_engine_socket(settings.address) if worker.rank == 0 else None
-    server = EngineServer(engine, socket, metrics, ranks)
+    is_first = worker.rank == 0
+    socket = connect_engine_socket(settings.address, settings.identity) if is_first else None
+    reports_cache = settings.replica is not None
+    server = EngineServer(engine, socket, metrics, ranks, reports_cache=reports_cache)
     server.send(Ready(asdict(info)))
     server.run()
     engine.runner.close()

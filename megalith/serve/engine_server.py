@@ -22,6 +22,7 @@ from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
 from megalith.infer.engine import InferenceEngine, deadline_error
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.requests import ChoiceProgress
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
 from megalith.parallel.group import SINGLE_RANK, Group
@@ -30,9 +31,11 @@ from megalith.serve.metrics import EngineMetrics
 from megalith.serve.protocol import (
     AbortRequest,
     AddRequest,
+    CacheReport,
     Codec,
     EngineCall,
     ExpireRequest,
+    Heartbeat,
     Message,
     PromptResult,
     ProtocolError,
@@ -95,8 +98,11 @@ class EngineServer:
         socket: "zmq.Socket[bytes] | None",
         metrics: EngineMetrics,
         ranks: Group = SINGLE_RANK,
+        *,
+        reports_cache: bool = False,
     ) -> None:
-        """`socket`: None on all ranks but the first of `ranks`."""
+        """`socket`: None on all ranks but the first of `ranks`; `reports_cache`: send which blocks
+        the prefix cache has, for the routing of requests."""
         self.engine, self._socket, self._metrics, self._ranks = engine, socket, metrics, ranks
         self._broadcast = ByteBroadcast(ranks, 0)
         self._codec = Codec()
@@ -107,12 +113,17 @@ class EngineServer:
         self._drains: list[int] = []
         """Calls of drain to answer when no request is left."""
         self._is_stopped = self._is_paused = False
+        self._prefix_cache = engine.scheduler.cache.prefix_cache if reports_cache else None
+        self._num_reports = 0
+        if self._prefix_cache is not None:
+            self._prefix_cache.start_recording()
         self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
         self._compiling: dict[int, _CompilingRequest] = {}
         """By the client's number; on rank 0."""
         self._commands: Mapping[str, Callable[..., dict[str, Any]]] = {
             "stats": self._stats,
             "metrics": self._render_metrics,
+            "list_blocks": self._list_blocks,
             "reset_prefix_cache": self._reset_prefix_cache,
             "load_adapter": self._load_adapter,
             "unload_adapter": self._unload_adapter,
@@ -181,7 +192,8 @@ class EngineServer:
         accepted: list[Message] = []
         is_draining = bool(self._drains)
         for message in messages:
-            if isinstance(message, AddRequest) and is_draining:
+            is_new = isinstance(message, AddRequest) and message.progress is None
+            if isinstance(message, AddRequest) and is_new and is_draining:
                 self.send(RequestRejected(message.request_id, 503, "the server is shutting down"))
             elif not (isinstance(message, AddRequest) and self._compile_first(message)):
                 accepted.append(message)
@@ -285,6 +297,8 @@ class EngineServer:
                     self._send_outputs(self.engine.abort(self._numbers[request_id]))
             case ExpireRequest(request_id):
                 self._expire(request_id)
+            case Heartbeat():
+                self.send(message)
             case EngineCall(call_id, "drain", _):
                 self._drains.append(call_id)
                 self._is_paused = False  # the requests in flight finish
@@ -311,6 +325,7 @@ class EngineServer:
                 arrival_time=message.arrival_time,
                 pooling=message.pooling,
                 adapter=message.adapter,
+                progress=[ChoiceProgress(*item) for item in message.progress or ()],
             )
         except Exception as error:
             self._reject(message, error)
@@ -356,7 +371,21 @@ class EngineServer:
         for number in {output.request_id for output in outputs}:
             if not self.engine.is_unfinished(number):
                 del self._numbers[self._requests.pop(number).request_id]
-        self.send(StepOutputs(prompts, updates))
+        self.send(StepOutputs(prompts, updates, self._report_cache()))
+
+    def _report_cache(self) -> list[object] | None:
+        """Return the next `CacheReport` as an array; None: none are requested."""
+        if self._prefix_cache is None:
+            return None
+        stored, removed = self._prefix_cache.take_changes()
+        num_active_blocks = self.engine.scheduler.cache.allocator.num_used
+        self._num_reports += 1
+        return to_array(CacheReport(self._num_reports - 1, stored, removed, num_active_blocks))
+
+    def _list_blocks(self) -> dict[str, Any]:
+        """Return all keys, and the number of the first report after them."""
+        assert self._prefix_cache is not None, "replicas report their cache"
+        return {"keys": self._prefix_cache.start_recording(), "next_sequence": self._num_reports}
 
     def _execute(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of a command."""
@@ -397,7 +426,8 @@ class EngineServer:
 
     def _load_adapter(self, *, lora_name: str, lora_path: str) -> dict[str, Any]:
         self.engine.load_adapter(lora_name, lora_path)
-        return {}
+        adapters = self.engine.runner.adapters
+        return {} if adapters is None else {"fingerprint": adapters.fingerprints[lora_name]}
 
     def _unload_adapter(self, *, lora_name: str) -> dict[str, Any]:
         self.engine.unload_adapter(lora_name)

@@ -3,6 +3,7 @@ log."""
 
 import logging
 import time
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,37 +67,40 @@ class _Metric(Protocol):
 
 
 class MetricSet:
-    """Metrics of one registry, all with the label model_name.
+    """Metrics of one registry, all with the label model_name, and for a replica of the engine with
+    the label engine.
 
     Raises:
         ImportError: prometheus-client is not installed.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, replica: int | None = None) -> None:
         import prometheus_client
 
         self._client = prometheus_client
         self._registry = prometheus_client.CollectorRegistry()
-        self._model_name = model_name
+        self._labels = {"model_name": model_name}
+        if replica is not None:
+            self._labels["engine"] = str(replica)
 
     def counter(self, name: str, text: str, *labels: str) -> _Metric:
         """Add a counter; its name gets the suffix _total."""
         metric: Any = self._client.Counter(
-            PREFIX + name, text, ["model_name", *labels], registry=self._registry
+            PREFIX + name, text, [*self._labels, *labels], registry=self._registry
         )
         return self._first(metric, labels)
 
     def gauge(self, name: str, text: str) -> _Metric:
         """Add a gauge."""
         metric: Any = self._client.Gauge(
-            PREFIX + name, text, ["model_name"], registry=self._registry
+            PREFIX + name, text, list(self._labels), registry=self._registry
         )
         return self._first(metric, ())
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> _Metric:
         """Add a histogram."""
         metric: Any = self._client.Histogram(
-            PREFIX + name, text, ["model_name"], buckets=buckets, registry=self._registry
+            PREFIX + name, text, list(self._labels), buckets=buckets, registry=self._registry
         )
         return self._first(metric, ())
 
@@ -105,20 +109,19 @@ class MetricSet:
         return self._client.generate_latest(self._registry).decode()
 
     def _first(self, metric: Any, labels: tuple[str, ...]) -> _Metric:
-        bound: _Metric = (
-            _LabeledMetric(metric, self._model_name) if labels else metric.labels(self._model_name)
-        )
+        values = tuple(self._labels.values())
+        bound: _Metric = _LabeledMetric(metric, values) if labels else metric.labels(*values)
         return bound
 
 
 class _LabeledMetric:
-    """A metric with labels after model_name."""
+    """A metric with labels after those of its set."""
 
-    def __init__(self, metric: Any, model_name: str) -> None:
-        self._metric, self._model_name = metric, model_name
+    def __init__(self, metric: Any, first: tuple[str, ...]) -> None:
+        self._metric, self._first = metric, first
 
     def labels(self, *values: str) -> Any:
-        return self._metric.labels(self._model_name, *values)
+        return self._metric.labels(*self._first, *values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._metric, name)
@@ -170,9 +173,12 @@ class EngineMetrics:
     A request with n choices counts n times in request_success, once in the other metrics.
     """
 
-    def __init__(self, model_name: str, access_log: AccessLog) -> None:
+    def __init__(
+        self, model_name: str, access_log: AccessLog, *, replica: int | None = None
+    ) -> None:
+        """`replica`: index of the engine; None: there is one."""
         self.access_log = access_log
-        self._set = MetricSet(model_name)
+        self._set = MetricSet(model_name, replica)
         self._gauges = {name: self._set.gauge(name, text) for name, text in GAUGES.items()}
         self._counters = {name: self._set.counter(name, text) for name, text in COUNTERS.items()}
         self._scheduler_counters = {
@@ -255,6 +261,21 @@ class EngineMetrics:
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
+
+
+def merge_metrics(texts: Sequence[str]) -> str:
+    """Merge metrics of several processes in the text format of Prometheus, in which all samples of
+    a metric are one group."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        lines = list[str]()
+        for line in text.splitlines(keepends=True):
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+                lines = groups.setdefault(name, [])
+            if line not in lines:
+                lines.append(line)
+    return "".join(line for lines in groups.values() for line in lines)
 
 
 class HttpMetrics:

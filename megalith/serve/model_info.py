@@ -46,6 +46,12 @@ class ModelInfo:
     adapters: dict[str, str] = field(default_factory=dict)
     """Folders of the LoRA adapters that are loaded at the start, by name."""
 
+    adapter_fingerprints: dict[str, bytes] = field(default_factory=dict)
+    """SHA-256 of the weights of the adapters, which separates their prefixes in the cache."""
+
+    block_size: int | None = None
+    """Tokens per block of the prefix cache; None: there is none."""
+
 
 class RenderedPrompt(NamedTuple):
     """A conversation as the chat template writes it."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from megalith import __version__
 from megalith.serve.errors import ApiError, invalid
+from megalith.serve.metrics import merge_metrics
 from megalith.serve.model_info import ServedModel
 from megalith.serve.sampling_fields import read_bool
 from megalith.serve.state import RequestContext, ServerState
@@ -55,7 +56,7 @@ async def get_ready(state: ServerState, context: RequestContext) -> dict[str, An
         ApiError: 503, the model is loading, or the server is paused or shutting down.
     """
     state.check_ready()
-    if (await state.client.call("stats"))["is_paused"]:
+    if any(stats["is_paused"] for stats in await state.client.call_replicas("stats")):
         raise ApiError(503, "the server is paused: requests wait until POST /resume.")
     return {"status": "ready"}
 
@@ -66,11 +67,11 @@ async def get_version(state: ServerState, context: RequestContext) -> dict[str, 
 
 
 async def render_metrics(state: ServerState) -> str:
-    """Return the metrics of both processes; while the model loads, those of the HTTP process."""
-    engine = ""
-    if state.model is not None and state.client.failed is None:
-        engine = (await state.client.call("metrics"))["text"]
-    return engine + state.metrics.render()
+    """Return the metrics of all processes; those of the HTTP process while no engine is ready."""
+    texts: list[str] = []
+    if state.client.router.replicas and state.client.failed is None:
+        texts = [result["text"] for result in await state.client.call_replicas("metrics")]
+    return merge_metrics(texts) + state.metrics.render()
 
 
 async def reset_prefix_cache(state: ServerState, context: RequestContext) -> dict[str, Any]:
@@ -99,6 +100,32 @@ async def resume(state: ServerState, context: RequestContext) -> dict[str, Any]:
         ApiError: 404, the control endpoints are off.
     """
     return await _call_admin(state, context, "resume")
+
+
+async def restart_replica(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /restart_replica: replace a replica by a process that reads the model again, after its
+    requests are finished. One after the other, all replicas get new weights while requests run.
+
+    Raises:
+        ApiError: 404, the control endpoints are off; 400, there is no such replica; 409, it is not
+            ready; 500, the model cannot be loaded.
+    """
+    _check_admin(state, context)
+    state.check_ready()
+    replica, num_replicas = context.body.get("replica"), state.client.num_replicas
+    if num_replicas == 1:
+        raise invalid(
+            "replica: this server has one replica. Start it with --parallel.dp 2 or more.",
+            "replica",
+        )
+    if type(replica) is not int or not 0 <= replica < num_replicas:
+        raise invalid(
+            f"replica={replica!r:.60}: the replicas are 0 to {num_replicas - 1}. Use one of them.",
+            "replica",
+        )
+    assert state.supervisor is not None, "a server has one"
+    await state.supervisor.restart_replica(replica)
+    return {"status": "ok"}
 
 
 async def load_lora_adapter(state: ServerState, context: RequestContext) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Messages between the HTTP process and the engine process, as msgpack arrays [tag, field, ...].
+"""Messages between the HTTP process and the engine processes, as msgpack arrays [tag, field, ...].
 
 Nothing is unpickled: a frame that is not one of these messages raises `ProtocolError`, and its
 receiver logs and drops it.
@@ -37,6 +37,10 @@ class AddRequest:
     adapter: str | None = None
     """Name of a LoRA adapter; None: the base model."""
 
+    progress: list[Any] | None = None
+    """What a lost replica has generated of each choice, as [token ids, finish reason or None], if
+    it has sent tokens; None: a new request."""
+
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
@@ -54,13 +58,18 @@ class ExpireRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sent to a replica of the engine, which returns it between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCall:
     """Call a command of the engine, which answers with a `Reply`."""
 
     call_id: int
     command: str
-    """reset_prefix_cache, load_adapter, unload_adapter, stats, metrics, pause, resume, drain or
-    shutdown."""
+    """reset_prefix_cache, load_adapter, unload_adapter, stats, metrics, list_blocks, pause, resume,
+    drain or shutdown."""
 
     arguments: dict[str, Any] = field(default_factory=dict)  # JSON
 
@@ -153,11 +162,30 @@ class StepOutputs:
     updates: list[Any]
     """`TokenUpdate` as arrays."""
 
+    cache: list[Any] | None = None
+    """`CacheReport` as an array, of a replica of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Changes of the prefix cache of a replica since its last report."""
+
+    sequence: int
+    """Number of the report."""
+
+    stored: list[int]
+    removed: list[int]
+    """Keys of the blocks (`BlockHash.key`)."""
+
+    num_active_blocks: int
+    """Blocks that sequences use."""
+
 
 Message: TypeAlias = (
     AddRequest
     | AbortRequest
     | ExpireRequest
+    | Heartbeat
     | EngineCall
     | Reply
     | Ready
@@ -173,6 +201,7 @@ TAGS: Mapping[int, type[Message]] = {
     22: StepOutputs,
     23: RequestRejected,
     24: ExpireRequest,
+    25: Heartbeat,
     30: EngineCall,
     31: Reply,
 }

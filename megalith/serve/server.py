@@ -1,5 +1,4 @@
-"""Runs the two processes of a server: starts the engine process, serves HTTP, and drains at
-SIGTERM."""
+"""Runs a server: starts the engine processes, serves HTTP, and drains at SIGTERM."""
 
 import asyncio
 import errno
@@ -17,10 +16,11 @@ import uvicorn  # lint: allow optional-import: imported by a function after chec
 from megalith.config.server import ServeConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.serve.app import build_app
-from megalith.serve.client import STOP_SECONDS, EngineProcess, LoadError, open_engine
+from megalith.serve.client import LoadError
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.state import ServerState
+from megalith.serve.supervisor import STOP_SECONDS, EngineSupervisor, open_engine
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Lifecycle:
 
     state: ServerState
     http: HttpServer
-    engine: EngineProcess
+    engine: EngineSupervisor
     show: Callable[[str], None]
     load_error: str | None = None
     """Why the engine process cannot load the model."""
@@ -131,8 +131,8 @@ class Lifecycle:
         client = self.state.client
         try:
             if self.state.model is not None:
-                await client.call("drain", timeout_s=self.state.config.drain_timeout_s)
-        except ApiError:  # they did not finish in time
+                await client.drain(timeout_s=self.state.config.drain_timeout_s)
+        except (ApiError, TimeoutError):  # they did not finish in time
             client.abort_all(
                 ApiError(503, "the server was shut down before the request was finished.")
             )
@@ -154,7 +154,7 @@ async def serve(
     """
     async with open_engine(engine_settings) as engine:
         state = ServerState(
-            config, engine.client, HttpMetrics(str(engine_settings["served_model_name"]))
+            config, engine.client, HttpMetrics(str(engine_settings["served_model_name"])), engine
         )
         http = HttpServer(
             uvicorn.Config(

@@ -9,6 +9,7 @@ from megalith.serve.client import EngineClient
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.model_info import ModelInfo, ServedModel, build_served_model
+from megalith.serve.supervisor import EngineSupervisor
 from megalith.serve.token_text import TokenTexts
 
 RETRY_AFTER_SECONDS = 1
@@ -22,6 +23,9 @@ class ServerState:
     config: ServeConfig
     client: EngineClient
     metrics: HttpMetrics
+    supervisor: EngineSupervisor | None = None
+    """Of a server with control endpoints."""
+
     model: ServedModel | None = None
     """None: the engine process still loads it."""
 
@@ -49,7 +53,7 @@ class ServerState:
         """Return the model.
 
         Raises:
-            ApiError: 503, it is loading or the server is shutting down.
+            ApiError: 503, it is loading, no replica is ready, or the server is shutting down.
         """
         if self.client.failed is not None:
             raise self.client.failed
@@ -61,6 +65,7 @@ class ServerState:
                 "the model is loading. Try again when GET /ready has status 200.",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
+        self.client.check_available()
         return self.model
 
     def find_model(self, name: Any) -> ServedModel:  # JSON
@@ -104,7 +109,7 @@ class ServerState:
                 f"(--max-queue) has {config.max_queue}. Send several smaller requests.",
                 "n",
             )
-        limit = model.info.max_num_seqs + config.max_queue
+        limit = model.info.max_num_seqs * client.num_replicas + config.max_queue
         if client.num_sequences + num_sequences > limit:
             self._reject("queue_full", f"the queue is full ({client.num_sequences} sequences)")
         total = client.num_prompt_tokens + num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Sockets between the HTTP process and the engine process: pyzmq over ipc, in a folder that only
+"""Sockets between the HTTP process and the engine processes: pyzmq over ipc, in a folder that only
 this user can read."""
 
 import os
@@ -39,7 +39,7 @@ def check_packages(command: str) -> None:
 
 
 def socket_address(folder: Path) -> str:
-    """Return the address of the engine's socket in a folder.
+    """Return the address of the HTTP process's socket in a folder.
 
     Raises:
         ConfigError: the path is too long for a socket.
@@ -54,22 +54,24 @@ def socket_address(folder: Path) -> str:
 
 
 def bind_client_socket(address: str) -> "zmq.asyncio.Socket":
-    """Return the socket of the HTTP process, for its event loop."""
+    """Return the socket of the HTTP process, for its event loop: messages have two parts, the
+    identity of an engine process and a frame."""
     import zmq
     import zmq.asyncio
 
-    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
     _set_options(socket)
     socket.bind(address)
     return socket
 
 
-def connect_engine_socket(address: str) -> "zmq.Socket[bytes]":
-    """Return the socket of the engine process."""
+def connect_engine_socket(address: str, identity: str) -> "zmq.Socket[bytes]":
+    """Return the socket of an engine process."""
     import zmq
 
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     _set_options(socket)
+    socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.connect(address)
     return socket
 

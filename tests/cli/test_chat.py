@@ -151,7 +151,7 @@ def test_answers_may_be_computed_by_plain_definitions(
             "--greedy with --temperature=0.5: set only one of them.",
         ),
         (("--nproc", "0"), "--nproc=0 must be at least 1. Use the number"),
-        (("--parallel.dp", "2"), "parallel.dp=2: a chat is one sequence"),
+        (("--parallel.dp", "2"), "parallel.dp=2: this command runs one replica"),
         (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 for no chunks"),
         (
             ("--input", "gone.txt"),

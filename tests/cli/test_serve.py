@@ -38,7 +38,7 @@ def test_settings_of_engine_and_kernels_reach_the_engine_process(
 def test_help_lists_the_groups_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "engine.cache " in text and "parallel " in text and "most common" not in text
+    assert "\n  engine.cache " in text and "\n  --parallel.dp INT  Data-parallel" in text
     words = " ".join(text.split())
     assert "--port INT TCP port; 0 chooses a free one, which is printed. (default: 5000)" in words
     assert "--nproc INT Number of processes" in words and "--drain-timeout-s FLOAT" in words

@@ -61,11 +61,13 @@ def build(
     draft_model: Decoder | None = None,
     link: PipelineLink | None = None,
     expert_peers: Group = SINGLE_RANK,
+    dp: Group = SINGLE_RANK,
     replicate_kv_heads: bool = False,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
-    to the other pipeline stages; `expert_peers`: ranks that share experts;
+    to the other pipeline stages; `expert_peers`: ranks that share experts; `dp`:
+    data-parallel ranks;
     `replicate_kv_heads`: of the parallel layout; `engine`: fields of
     EngineConfig."""
     cache = CacheConfig(
@@ -113,6 +115,7 @@ def build(
         tokenizer=tokenizer,
         eos_token_ids=eos,
         speculator=speculator,
+        dp=dp,
     )
 
 

@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.config.model import ModelConfig
+from megalith.config.generation import SamplingParams
+from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig
-from megalith.config.serve import InferenceParallelConfig
+from megalith.config.serve import (
+    EngineConfig,
+    InferenceParallelConfig,
+    SpeculationConfig,
+    parallel_problems,
+)
 from megalith.errors import RankError
-from megalith.infer.load import connect_stages, find_expert_peers, generation_layout
+from megalith.infer.load import (
+    connect_stages,
+    find_expert_peers,
+    generation_layout,
+    inference_layout_problems,
+)
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
@@ -108,5 +119,68 @@ def test_idle_rank_that_skips_the_experts_is_caught(tiny: SimpleNamespace) -> No
     config, parallel = tiny.config(moe=EXPERTS), InferenceParallelConfig(dp=2)
     results = run_ranks(run_rank, 2, config, tiny.model, parallel, 2, "no requests")
     assert results[0] and not results[1]
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match="did not finish within 8 s(?s:.*)agree_on_step"):
         run_ranks(run_rank, 2, config, tiny.model, parallel, 2, "idle", timeout=8)
+
+
+def run_second_round(rank: int, world: int, config: ModelConfig, make: Any) -> list[list[int]]:
+    """Tokens of requests without a seed; in the second round only the first rank has some."""
+    layout = generation_layout(config, world, InferenceParallelConfig(dp=2))
+    mesh = build_mesh(model_grid(layout, config, world), rank=rank)
+    peers = find_expert_peers(layout, mesh)
+    model = make(config, mesh, parallel=layout, dtype=torch.float64)
+    engine = build(model, expert_peers=peers, dp=mesh.dp)
+    request = ([5, 6, 7], SamplingParams(max_new_tokens=6))
+    outputs = run(engine, [request])
+    engine.expect_requests()
+    outputs += run(engine, [request] * (1 - rank))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_ranks_without_requests_take_part_in_a_second_round(tiny: SimpleNamespace) -> None:
+    first, second = run_ranks(run_second_round, 2, tiny.config(moe=EXPERTS), tiny.model)
+    assert len(first) == 2 and len(second) == 1
+    assert len({tuple(tokens) for tokens in (*first, *second)}) == 3, "equal seeds"
+
+
+@pytest.mark.parametrize(
+    ("engine", "parallel", "message"),
+    [
+        (
+            EngineConfig(batching="static"),
+            InferenceParallelConfig(pp=2),
+            "batching=static with parallel.pp=2: a batch has one step in flight. Set batching to "
+            "continuous, or parallel.pp to 1.",
+        ),
+        (
+            EngineConfig(max_adapters=2),
+            InferenceParallelConfig(dp=2),
+            "max_adapters=2 with parallel.dp=2: ranks with other requests load at other times. Set "
+            "max_adapters to 0, or parallel.dp to 1.",
+        ),
+        (
+            EngineConfig(max_adapters=2),
+            InferenceParallelConfig(sp=True),
+            "max_adapters=2 with parallel.sp=true: adapters need all tokens on every rank.",
+        ),
+        (
+            EngineConfig(speculation=SpeculationConfig(method="mtp")),
+            InferenceParallelConfig(sp=True),
+            "speculation.method=mtp with parallel.sp=true: draft steps are not padded",
+        ),
+    ],
+)
+def test_settings_that_a_layout_does_not_support_are_reported(
+    engine: EngineConfig, parallel: InferenceParallelConfig, message: str
+) -> None:
+    (problem,) = parallel_problems(engine, parallel)
+    assert problem.startswith(message)
+
+
+def test_sequence_parallelism_is_rejected_for_mla(tiny: SimpleNamespace) -> None:
+    sizes = MLAConfig(kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3)
+    config = tiny.config(mla=sizes, num_kv_heads=6)
+    (problem,) = inference_layout_problems(config, 2, InferenceParallelConfig(sp=True))
+    assert problem.startswith("parallel.sp=true with model.mla: every rank caches the latent")
+    (problem,) = inference_layout_problems(config, 2, InferenceParallelConfig(dp=0))
+    assert problem.startswith("parallel.dp=0 must be at least 1")

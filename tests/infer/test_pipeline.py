@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.config.generation import SamplingParams
-from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig
+from megalith.config.model import AttentionConfig, CrossConfig, MLAConfig, ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig
 from megalith.config.serve import InferenceParallelConfig
 from megalith.infer.engine import InferenceEngine
@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": AttentionConfig(window=5, window_layers=(True, True, False, True, False)),
         "tied_embeddings": True,
     },
+    "cross-layer attention": {"num_layers": 4, "cross": CrossConfig(memory=1)},
     "MLA, experts": {
         "num_layers": 3,
         "mla": MLAConfig(kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3),
@@ -92,6 +93,7 @@ def values_of(output: RequestOutput) -> list[Any]:
     [
         ("full", 2, 2, {"block_size": 3, "max_num_batched_tokens": 7, "max_num_seqs": 7}),
         ("windows, tied", 3, 3, PREEMPTING),
+        ("cross-layer attention", 2, 2, {}),
         ("MLA, experts", 4, 2, PREEMPTING | {"num_blocks": 13, "speculation": "ngram"}),
     ],
 )

@@ -14,23 +14,23 @@ from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.serve import EngineConfig, Quantization
+from megalith.config.serve import EngineConfig, InferenceParallelConfig, Quantization
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.release import release_run
 from megalith.infer import quantize
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.llm import LLM
 from megalith.infer.load import (
     build_engine,
-    generation_layout,
+    build_generation_mesh,
     load_text_generator,
     open_source,
 )
 from megalith.infer.quantize import iter_quantized_weights, iter_row_boxes
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.plan.grid import model_grid
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Shard, split_evenly
 from megalith.precision.int8 import dequantize_int8, quantize_int8
 from megalith.testing.ranks import run_ranks
@@ -71,7 +71,11 @@ def load(path: Path, quantization: Quantization, dtype: torch.dtype = torch.floa
 
 
 def generate(model: Decoder) -> list[Any]:
-    outputs = run(build(model), [([5, 6, 7, 8], PARAMS), ([9] * 30, PARAMS)])
+    return run_prompts(build(model))
+
+
+def run_prompts(engine: InferenceEngine) -> list[Any]:
+    outputs = run(engine, [([5, 6, 7, 8], PARAMS), ([9] * 30, PARAMS)])
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
@@ -106,22 +110,36 @@ def test_int8_model_equals_the_model_with_dequantized_weights(
     check_equal(generate(quantized), generate(reference))
 
 
-def generate_on_rank(rank: int, world: int, path: Path, config: ModelConfig) -> list[Any]:
-    mesh = build_mesh(model_grid(generation_layout(config, world), config, world), rank=rank)
+def generate_on_rank(
+    rank: int, world: int, path: Path, config: ModelConfig, parallel: InferenceParallelConfig
+) -> list[Any]:
+    mesh = build_generation_mesh(config, parallel, rank=rank, world=world)
+    source = open_source(str(path), world, parallel=parallel)
     generator = load_text_generator(
-        open_source(str(path), world), mesh, CPU, torch.float64, config=INT8
+        source, mesh, CPU, torch.float64, config=INT8, parallel=parallel
     )
-    return generate(generator.model)
+    engine = build_engine(generator, INT8)
+    outputs = run_prompts(engine)
+    engine.runner.close()
+    return outputs
 
 
-@pytest.mark.parametrize("kind", ["untied", "experts"])
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("untied", InferenceParallelConfig()),
+        ("untied", InferenceParallelConfig(pp=2)),
+        ("experts", InferenceParallelConfig()),
+        ("experts", InferenceParallelConfig(sp=True)),
+    ],
+)
 def test_int8_weights_do_not_depend_on_the_layout(
-    kind: str, tmp_path: Path, tiny: SimpleNamespace
+    kind: str, parallel: InferenceParallelConfig, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(vocab_size=300, **MODELS[kind])
     path = save(tmp_path, tiny.model(config))
     expected = generate(load(path, "int8").model)
-    for outputs in run_ranks(generate_on_rank, 2, path, config):
+    for outputs in run_ranks(generate_on_rank, 2, path, config, parallel):
         check_equal(outputs, expected)
 
 

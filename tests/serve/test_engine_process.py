@@ -25,6 +25,7 @@ from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.infer import engine
 from megalith.infer.llm import LLM
+from megalith.plan.serving.request_routing import compute_block_keys
 from megalith.serve import metrics as serving_metrics
 from megalith.serve import transport
 from megalith.serve.access import check_api_key
@@ -42,8 +43,10 @@ from megalith.serve.models import pause, reset_prefix_cache, resume
 from megalith.serve.protocol import (
     AbortRequest,
     AddRequest,
+    CacheReport,
     Codec,
     EngineCall,
+    Heartbeat,
     LoadFailed,
     Message,
     PromptResult,
@@ -63,6 +66,8 @@ MESSAGES: tuple[Message, ...] = (
     AddRequest(1, "uid", [1, 2], {"temperature": 0.5}, 3.5, None),
     AddRequest(1, "uid", [1, 2], {"max_new_tokens": 0}, 3.5, "mean"),
     AddRequest(1, "uid", [1, 2], {}, 3.5, None, "sql"),
+    AddRequest(1, "uid", [1, 2], {}, 3.5, None, None, [[[5, 6], None], [[], "stop"]]),
+    Heartbeat(),
     AbortRequest(1),
     EngineCall(2, "stats"),
     EngineCall(2, "unload_adapter", {"lora_name": "sql"}),
@@ -71,6 +76,7 @@ MESSAGES: tuple[Message, ...] = (
     LoadFailed("why"),
     RequestRejected(1, 400, "why"),
     StepOutputs([[1, 0, None, b"1234"]], [[1, 0, 97, "a", None, None, None, None, False]]),
+    StepOutputs([], [], [3, [2**63 - 1], [1], 7]),
 )
 
 
@@ -91,10 +97,11 @@ BAD_FRAMES = (
     msgpack.packb([21]),
     msgpack.packb([21, "1"]),
     msgpack.packb([21, True]),
-    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, None, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3]),
+    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, None, None, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3, None]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, None, 3]),
     msgpack.packb([30, 1, "stats", 2]),
 )
 
@@ -108,16 +115,16 @@ def test_malformed_frame_is_a_protocol_error(frame: bytes) -> None:
 class Peer:
     """The other end of an engine's socket."""
 
-    def __init__(self, folder: Path, llm: LLM) -> None:
+    def __init__(self, folder: Path, llm: LLM, *, reports_cache: bool = False) -> None:
         address = transport.socket_address(folder)
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self.socket.bind(address)
         self.codec = Codec()
-        engine_socket = transport.connect_engine_socket(address)
+        engine_socket = transport.connect_engine_socket(address, "0")
         metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
-        self.server = EngineServer(llm.engine, engine_socket, metrics)
+        self.server = EngineServer(llm.engine, engine_socket, metrics, reports_cache=reports_cache)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 
@@ -236,6 +243,50 @@ def test_drain_answers_when_the_last_request_is_finished(peer: Peer) -> None:
         kinds.append(type(peer.receive()).__name__)
     assert kinds.count("RequestRejected") == 1 and kinds[-1] == "Reply"
     assert kinds.count("StepOutputs") == 30
+
+
+def test_draining_engine_continues_the_request_of_a_lost_replica(peer: Peer) -> None:
+    peer.send(request(1, max_new_tokens=4))
+    _, updates = peer.read_request()
+    tokens = [update.token for update in updates]
+    peer.send(request(2, max_new_tokens=30))
+    peer.send(EngineCall(3, "drain"))
+    first = replace(request(4, max_new_tokens=4), progress=[[tokens[:2], None]])
+    peer.send(first)
+    continued: list[int | None] = []
+    while not isinstance(message := peer.receive(), Reply):
+        assert isinstance(message, StepOutputs) and message.cache is None
+        items = [TokenUpdate(*item) for item in message.updates]
+        continued += [update.token for update in items if update.request_id == 4]
+    assert continued == tokens[2:]
+
+
+def test_replica_reports_the_blocks_of_its_prefix_cache(run: Path) -> None:
+    config = EngineConfig(cache=CacheConfig(num_blocks=6))
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer(Path(folder), LLM(run, config=config), reports_cache=True)
+        stored: set[int] = set()
+        reports: list[CacheReport] = []
+        for number in range(3):  # the pool has room for two
+            prompt = [number] * 40
+            peer.send(replace(request(number, max_new_tokens=2), prompt_token_ids=prompt))
+            for _ in range(2):
+                message = peer.receive()
+                assert isinstance(message, StepOutputs) and message.cache is not None
+                reports.append(CacheReport(*message.cache))
+                stored = stored.difference(reports[-1].removed) | {*reports[-1].stored}
+            assert set(compute_block_keys(prompt, 16, b"")) <= stored
+        assert [report.sequence for report in reports] == list(range(6))
+        assert any(report.removed for report in reports)
+        assert [report.num_active_blocks for report in reports] == [3, 0] * 3
+        listed = peer.call(1, "list_blocks")
+        assert set(listed["keys"]) == stored and listed["next_sequence"] == 6
+        peer.call(2, "reset_prefix_cache")
+        peer.send(request(4, max_new_tokens=1))
+        message = peer.receive()
+        assert isinstance(message, StepOutputs) and message.cache is not None
+        assert set(CacheReport(*message.cache).removed) == stored
+        peer.close()
 
 
 def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:

@@ -63,6 +63,16 @@ class RegisteredBlock:
     """Logical time of the last use, which orders evictions."""
 
 
+def compute_salt(
+    salt: bytes = b"", *, cache_salt: str | None = None, adapter_fingerprint: bytes | None = None
+) -> bytes:
+    """Return the salt of a request: that of the engine, with the salt of a tenant and the
+    fingerprint of an adapter's weights."""
+    if cache_salt is not None:
+        salt = b"\0".join([salt, cache_salt.encode("utf-8", "surrogatepass")])
+    return salt if adapter_fingerprint is None else b"adapter" + adapter_fingerprint + salt
+
+
 def compute_root_digest(salt: bytes, *, long_rope: bool = False) -> bytes:
     """Return the digest that precedes the first block: 32 zero bytes without a salt.
 
@@ -122,6 +132,11 @@ class PrefixCache:
         evicted by block id."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self._changes: dict[int, bool] | None = None
+        """Keys that were stored (True) or removed since the last report; None: not recorded."""
+        self._reported_group = next(
+            (index for index, view in enumerate(groups) if view.window is None), 0
+        )
         self._allocator = allocator
         self._block_size = block_size
         self._groups = tuple(groups)
@@ -185,6 +200,7 @@ class PrefixCache:
         self._allocator.register(block)
         self._entries[block] = RegisteredBlock(group, block_hash, parent, last_used=self.time)
         self._index[group][block_hash.key] = block
+        self._record(group, block_hash.key, is_stored=True)
         return block
 
     def on_cached(self, block: int) -> None:
@@ -214,12 +230,26 @@ class PrefixCache:
 
         The caller must not register blocks whose content was computed before the reset.
         """
-        for block in self._entries:
+        for block, entry in self._entries.items():
             self._allocator.unregister(block)
+            self._record(entry.group, entry.block_hash.key, is_stored=False)
         self._entries.clear()
         self._heap.clear()
         for index in self._index:
             index.clear()
+
+    def start_recording(self) -> list[int]:
+        """Record the keys that are stored and removed from now on; returns those that are stored.
+        Of several groups, one with full attention is recorded."""
+        self._changes = {}
+        return list(self._index[self._reported_group]) if self._index else []
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """Return the keys that were stored, and those that were removed, since the last call."""
+        assert self._changes is not None, "start_recording was not called"
+        changes, self._changes = self._changes, {}
+        stored = [key for key, is_stored in changes.items() if is_stored]
+        return stored, [key for key, is_stored in changes.items() if not is_stored]
 
     def check(self) -> None:
         """Verify that index, entries, parents and evictable blocks are consistent.
@@ -251,6 +281,10 @@ class PrefixCache:
             )
             if self._is_evictable(block, entry):
                 assert (entry.last_used, block) in heap, f"block {block} is never evicted"
+
+    def _record(self, group: int, key: int, *, is_stored: bool) -> None:
+        if self._changes is not None and group == self._reported_group:
+            self._changes[key] = is_stored
 
     def _has_content(self, block: int, block_hash: BlockHash) -> bool:
         """Return whether a block with the same key has the same tokens and prefix."""
@@ -313,6 +347,7 @@ class PrefixCache:
     def _remove(self, block: int, entry: RegisteredBlock) -> None:
         del self._entries[block]
         del self._index[entry.group][entry.block_hash.key]
+        self._record(entry.group, entry.block_hash.key, is_stored=False)
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.num_children -= 1

@@ -1,0 +1,215 @@
+"""Supervisor of the engine: starts the process of each replica, restarts replicas that end, and
+stops them with the server."""
+
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalith.serve.client import EngineClient
+from megalith.serve.errors import ApiError
+from megalith.serve.transport import socket_address
+
+_logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+"""Time for the engine processes to end after their last request (heuristic)."""
+
+HEARTBEAT_S = 5.0
+MAX_HEARTBEATS = 12
+"""A replica that sent nothing after so many heartbeats is killed. Heuristic: no step, and no
+reading of an adapter, takes a minute."""
+
+MAX_BACKOFF_S = 30.0
+"""Longest time before a replica is started again; 1 s at first, then twice as long each time that
+it ends before it is ready (heuristic)."""
+
+
+@dataclass(slots=True)
+class EngineSupervisor:
+    """The processes of an engine, and its client."""
+
+    client: EngineClient
+    settings: dict[str, Any]
+    """See `EngineSettings`."""
+
+    is_stopping: bool = False
+    _processes: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
+    """By replica."""
+
+    _restarting: set[int] = field(default_factory=set)
+    """Replicas whose process ends as it should."""
+
+    async def start(self) -> None:
+        """Start the process of every replica."""
+        for replica in range(self.client.num_replicas):
+            await self._start_process(replica)
+
+    async def watch(self) -> int | None:
+        """Restart replicas that end. Return when an engine without replicas, or a replica that
+        never was ready, has ended: all requests fail, and the result is its exit code; None: it was
+        stopped."""
+        tasks = [
+            asyncio.create_task(self._watch_replica(replica))
+            for replica in range(self.client.num_replicas)
+        ]
+        heartbeats = asyncio.create_task(self._check_heartbeats())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in (*tasks, heartbeats):
+                task.cancel()
+
+    async def restart_replica(self, replica: int) -> None:
+        """Replace the process of a replica by one that reads the model again. It gets no new
+        requests, and ends when those that it has are finished.
+
+        Raises:
+            ApiError: 409, it is not ready; 500, the new process cannot load the model.
+        """
+        client, process = self.client, self._processes[replica]
+        state = client.router.replicas.get(replica)
+        if state is None or replica in self._restarting:
+            raise ApiError(
+                409, f"replica={replica} is not ready: it is being restarted.", "replica"
+            )
+        client.router.drain(replica)
+        try:
+            await client.wait_for(
+                lambda: client.router.replicas.get(replica) is not state or not state.num_sequences
+            )
+        except asyncio.CancelledError:  # the client disconnected
+            state.is_draining = False
+            raise
+        if client.router.replicas.get(replica) is state:
+            self._restarting.add(replica)
+            client.stop_replica(replica)
+        await client.wait_for(
+            lambda: (
+                self._processes[replica] is not process
+                and (replica in client.router.replicas or replica in client.load_errors)
+            )
+        )
+        if replica in client.load_errors:
+            raise ApiError(
+                500,
+                f"replica={replica} cannot load the model: {client.load_errors[replica]} It is "
+                "tried again; the other replicas have the requests.",
+                "replica",
+            )
+
+    async def stop(self) -> None:
+        """End the processes, by force if they do not end in time."""
+        self.is_stopping = True
+        try:
+            if self.client.router.replicas and self.client.failed is None:
+                await self.client.call("shutdown", timeout_s=STOP_SECONDS)
+        except ApiError:
+            _logger.warning("the engine does not answer; it is killed")
+        await asyncio.gather(*map(_end_process, self._processes.values()))
+        await self.client.close()
+
+    async def _start_process(self, replica: int) -> None:
+        num_replicas = self.client.num_replicas
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megalith.serve.engine_process",
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the HTTP process
+        )
+        settings = self.settings | {
+            "identity": self.client.start_replica(replica),
+            "replica": replica if num_replicas > 1 else None,
+        }
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._processes[replica] = process
+
+    async def _watch_replica(self, replica: int) -> int | None:
+        """Restart a replica whenever it ends; see `watch`."""
+        backoff_s = 1.0
+        while True:
+            code = await self._processes[replica].wait()
+            if self.is_stopping:
+                return None
+            if not self.client.ready.done():  # its last message may not have arrived
+                await asyncio.wait({self.client.ready}, timeout=1)
+            if self.client.num_replicas == 1 or replica not in self.client.loaded:
+                text = "the engine process has ended. Restart the server."
+                self.client.fail(ApiError(503, text))
+                return code
+            if replica in self.client.router.replicas:
+                backoff_s = 1.0
+            if replica in self._restarting:
+                self._restarting.remove(replica)
+                self.client.lose_replica(replica)
+            else:
+                _logger.error(
+                    "replica %d of the engine ended with code %s; it is restarted in %g s, and its "
+                    "requests continue on others",
+                    replica,
+                    code,
+                    backoff_s,
+                )
+                self.client.lose_replica(replica)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await self._start_process(replica)
+
+    async def _check_heartbeats(self) -> None:
+        """Kill replicas that do not answer, so that they are restarted."""
+        while self.client.num_replicas > 1:
+            await asyncio.sleep(HEARTBEAT_S)
+            for replica in self.client.find_unresponsive(max_heartbeats=MAX_HEARTBEATS):
+                _logger.error("replica %d of the engine does not answer; it is killed", replica)
+                if self._processes[replica].returncode is None:
+                    self._processes[replica].kill()
+            self.client.send_heartbeats()
+            self.client.expire_waiting()
+
+
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a process, whose standard input is closed; kill it if it takes long."""
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineSupervisor]:
+    """Start the processes of an engine, for the time of a context; they also end when this process
+    does.
+
+    `settings`: see `EngineSettings`, without address, identity and replica; the number of processes
+    is that of all replicas.
+    """
+    num_replicas = settings["parallel"]["dp"]
+    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
+        address = socket_address(Path(folder))
+        client = EngineClient(
+            address, num_replicas=num_replicas, seed=int(settings["engine"]["seed"])
+        )
+        of_replica = {
+            "address": address,
+            "nproc": settings.get("nproc", 1) // num_replicas,
+            "parallel": settings["parallel"] | {"dp": 1},
+        }
+        supervisor = EngineSupervisor(client, settings | of_replica)
+        try:
+            await supervisor.start()
+            yield supervisor
+        finally:
+            await supervisor.stop()
