@@ -124,7 +124,7 @@ class AdapterManager:
             return
         replaced = None if previous is None else self._in_memory.get(previous.number)
         if replaced is None or replaced.num_requests > 0:
-            self._make_room(name)
+            self._evict_least_recently_used(name)
         if replaced is not None:
             self._drop_name(replaced)
         self._in_memory[adapter.number] = adapter
@@ -152,7 +152,7 @@ class AdapterManager:
         named = self._find_named(name)
         adapter = self._in_memory.pop(named.number, None)
         if adapter is None:
-            self._make_room(name)
+            self._evict_least_recently_used(name)
             adapter = self._read(named.path)
             if adapter.fingerprint != named.fingerprint:
                 raise CheckpointError(
@@ -220,7 +220,7 @@ class AdapterManager:
         if not adapter.is_named and adapter.num_requests == 0:
             self._in_memory.pop(adapter.number, None)
 
-    def _make_room(self, name: str) -> None:
+    def _evict_least_recently_used(self, name: str) -> None:
         """Evict the least recently used adapter without requests if there is no room for another.
 
         Raises:

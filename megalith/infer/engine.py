@@ -41,7 +41,7 @@ from megalith.infer.requests import (
     RequestChoice,
     make_sample_row,
 )
-from megalith.infer.runner import NO_NEEDS, ModelRunner, PromptNeeds, StepLogits
+from megalith.infer.runner import NO_PROMPT_OUTPUTS, ModelRunner, PromptOutputs, StepLogits
 from megalith.infer.sample import (
     SampledToken,
     TokenCounts,
@@ -130,8 +130,8 @@ class InferenceEngine:
         )
         """Compiles the grammars of requests. Compile on another thread first: `add_request`
         compiles synchronously."""
-        self._has_peers, self._dp = runner.has_peers, dp
-        self._peers_are_busy = False
+        self._is_distributed, self._dp = runner.is_distributed, dp
+        self._any_rank_is_busy = False
         self.expect_requests()
         self._in_flight: deque[InFlightStep] = deque()
         """Executed steps whose sampled tokens are not appended yet, oldest first."""
@@ -144,7 +144,7 @@ class InferenceEngine:
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running, or a step of ended ones is in flight; also of
         the ranks that share experts."""
-        return bool(self._requests or self._in_flight or self._peers_are_busy)
+        return bool(self._requests or self._in_flight or self._any_rank_is_busy)
 
     def add_request(
         self,
@@ -174,7 +174,7 @@ class InferenceEngine:
         problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
         problems = problems or text_problems(params, self._tokenizer)
         problems += pooling_problems(params, pooling)
-        if params.deadline_s is not None and self._has_peers:
+        if params.deadline_s is not None and self._is_distributed:
             problems.append(
                 f"deadline_s={params.deadline_s}: the clocks of parallel ranks differ, so "
                 "they would not end the request in the same step. Leave it unset, and abort the "
@@ -270,14 +270,14 @@ class InferenceEngine:
     def expect_requests(self) -> None:
         """Step until no rank that shares experts has requests, also if this rank has none. All of
         these ranks call it before requests that begin after `has_unfinished` was False."""
-        self._peers_are_busy = self.runner.shares_experts
+        self._any_rank_is_busy = self.runner.shares_experts
 
     def _start_step(self, outputs: list[TokenOutput]) -> bool:
         """Plan and execute a step on this stage; returns whether there is anything to execute."""
         drafts = self._propose_drafts()
         started = time.monotonic()
         plan = self.scheduler.schedule(drafts=drafts, max_rows=self._max_rows())
-        self._peers_are_busy, is_executed = self.runner.agree_on_step(
+        self._any_rank_is_busy, is_executed = self.runner.reduce_step_flags(
             is_busy=bool(self._requests or self._in_flight), has_rows=bool(plan.rows)
         )
         if not is_executed:
@@ -289,7 +289,7 @@ class InferenceEngine:
             if result.timings.scheduled is None:
                 result.timings.scheduled = started
                 result.num_cached_tokens = choice.state.num_cached_tokens
-        needs = self._prompt_needs(plan)
+        needs = self._find_prompt_outputs(plan)
         logits, failures = self._execute(plan, needs)
         for failure in failures:
             outputs += self._fail(failure)
@@ -328,7 +328,7 @@ class InferenceEngine:
     ) -> None:
         """Fail the requests of a step: sequences without their next token would never be scheduled
         again."""
-        if self._has_peers and isinstance(error, Exception):
+        if self._is_distributed and isinstance(error, Exception):
             raise error  # the other ranks would continue with these requests
         for row in step.plan.rows:
             outputs += self._fail(_RowFailure(row, error))
@@ -548,7 +548,7 @@ class InferenceEngine:
     # --- the forward pass, and errors in it
 
     def _execute(
-        self, plan: StepPlan, needs: PromptNeeds
+        self, plan: StepPlan, needs: PromptOutputs
     ) -> tuple[StepLogits | None, list[_RowFailure]]:
         """Execute a plan; if it fails, execute its rows one by one, so that only the rows that
         cause the error fail. Pipeline stages before the last one return no logits."""
@@ -556,8 +556,8 @@ class InferenceEngine:
         try:
             return self.runner.execute(plan, states, needs), []
         except Exception:
-            if self._has_peers:
-                # The ranks would not agree on the next collective, so nothing is tried again.
+            if self._is_distributed:
+                # The ranks would not execute the same collectives, so nothing is tried again.
                 self.scheduler.discard(plan)
                 raise
             logger.warning("a step of %d rows failed; executing them one by one", len(plan.rows))
@@ -566,7 +566,7 @@ class InferenceEngine:
             self.scheduler.discard(plan)
             raise
 
-    def _prompt_needs(self, plan: StepPlan) -> PromptNeeds:
+    def _find_prompt_outputs(self, plan: StepPlan) -> PromptOutputs:
         """Return the sequences whose prompt log-probs are requested and not complete, and those
         whose hidden states are pooled."""
         logits, hidden = [], []
@@ -577,7 +577,7 @@ class InferenceEngine:
                 logits.append(row.seq_id)
             if request.pooler is not None:
                 hidden.append(row.seq_id)
-        return PromptNeeds(frozenset(logits), frozenset(hidden))
+        return PromptOutputs(frozenset(logits), frozenset(hidden))
 
     def _execute_rows(
         self, plan: StepPlan, states: dict[int, SequenceState]
@@ -610,7 +610,7 @@ class InferenceEngine:
         self, row: PlannedRow, copies: tuple[BlockCopy, ...], states: dict[int, SequenceState]
     ) -> StepLogits:
         plan = StepPlan((row,), copies, ())
-        needs = self._prompt_needs(plan)
+        needs = self._find_prompt_outputs(plan)
         try:
             return self._execute_alone(plan, states, needs)
         except Exception:
@@ -623,7 +623,10 @@ class InferenceEngine:
         return self._execute_alone(StepPlan((rest,), (), ()), states)
 
     def _execute_alone(
-        self, plan: StepPlan, states: dict[int, SequenceState], needs: PromptNeeds = NO_NEEDS
+        self,
+        plan: StepPlan,
+        states: dict[int, SequenceState],
+        needs: PromptOutputs = NO_PROMPT_OUTPUTS,
     ) -> StepLogits:
         logits = self.runner.execute(plan, states, needs)
         assert logits is not None, "rows are not executed again by several stages"
@@ -671,8 +674,8 @@ class InferenceEngine:
         try:
             return self._speculator.propose(rows)
         except Exception:
-            if self._has_peers:
-                raise  # the ranks would not agree on the next collective
+            if self._is_distributed:
+                raise  # the ranks would not execute the same collectives
             logger.exception("draft tokens cannot be proposed; the engine continues without them")
             self._speculator = None
             return {}

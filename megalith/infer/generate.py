@@ -100,7 +100,7 @@ def generate_text(
     the prompts. Prompt i is sampled with a seed derived from `params.seed` and i.
 
     Called by every rank with the same arguments. Data-parallel rank r generates from prompts r, r +
-    dp, ... and shows its texts; all return all transcripts.
+    dp, ...; the texts are shown at the end, and all ranks return all transcripts.
 
     Raises:
         ConfigError: the sampling parameters are invalid, or the memory does not suffice.

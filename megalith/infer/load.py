@@ -129,7 +129,7 @@ class TextGenerator:
     dp: Group = SINGLE_RANK
     """Data-parallel ranks, which have requests of their own."""
 
-    expert_peers: Group = SINGLE_RANK
+    expert_group: Group = SINGLE_RANK
     """Ranks with other requests that share experts, and the other tensor-parallel ranks."""
 
     link: PipelineLink | None = None
@@ -346,6 +346,13 @@ def load_text_generator(
     if quantizes:
         check_int8_supported(device, backends)
     layout = generation_layout(model_config, mesh.world.size, parallel)
+    if model_config.moe is not None and layout.ep < layout.tp * parallel.dp:
+        logger.warning(
+            "%d experts do not divide over %d tensor- and data-parallel ranks, so that some ranks "
+            "hold the same experts",
+            model_config.moe.num_experts,
+            layout.tp * parallel.dp,
+        )
     context = build_context(
         model_config,
         mesh,
@@ -372,14 +379,14 @@ def load_text_generator(
         draft_model=draft_model,
         ranks=mesh.world,
         dp=mesh.dp,
-        expert_peers=find_expert_peers(layout, mesh),
+        expert_group=find_expert_group(layout, mesh),
         link=connect_stages(model, mesh.pp, device),
         step_adapters=step_adapters,
         replicate_kv_heads=parallel.replicate_kv_heads,
     )
 
 
-def find_expert_peers(layout: ParallelConfig, mesh: Mesh) -> Group:
+def find_expert_group(layout: ParallelConfig, mesh: Mesh) -> Group:
     """Return the ranks of a pipeline stage if its data-parallel ranks share experts."""
     return mesh.over(*DENSE_AXES) if layout.ep > layout.tp else SINGLE_RANK
 
@@ -503,7 +510,7 @@ def build_engine(
     )
     check_speculation(config, plan)
     draft_plan = plan_draft_cache(generator, config)
-    free_bytes, bytes_per_token = _agree_on_memory(generator, plan, device)
+    free_bytes, bytes_per_token = _reduce_memory(generator, plan, device)
     plan = replace(plan, bytes_per_token=bytes_per_token)
     # bytes of a token in all groups: both caches store as many tokens
     own_bytes = max(1, plan.bytes_per_token * len(plan.layout.groups))
@@ -523,7 +530,7 @@ def build_engine(
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
-        has_padding=not model.tp_comm.invariant or generator.expert_peers.size > 1,
+        has_padding=not model.tp_comm.invariant or generator.expert_group.size > 1,
         groups=token_groups(model),
     )
     if config.batch_invariant:
@@ -536,7 +543,7 @@ def build_engine(
         limits=limits,
         link=generator.link,
         adapters=adapters,
-        expert_peers=generator.expert_peers,
+        expert_group=generator.expert_group,
     )
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
@@ -702,7 +709,7 @@ def _small_batch_limits(
     return limits
 
 
-def _agree_on_memory(
+def _reduce_memory(
     generator: TextGenerator, plan: CachePlan, device: torch.device
 ) -> tuple[int, int]:
     """Return the free bytes of memory of the rank that has least, and the bytes per token of the

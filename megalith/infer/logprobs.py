@@ -104,9 +104,9 @@ def _compute_logprob_terms(
         entries = list(zip(top_columns[row], top_values[row], strict=True))
         if 0 < count < size and entries[count - 1][1] == entries[count][1]:
             entries = _resolve_ties(logits[row], entries, count)
-        for place, (column, value) in enumerate(_sort_entries(entries[:count])):
-            terms[row, 2 + place] = value
-            terms[row, 2 + max_n + place] = vocab.first_token + column
+        for entry_rank, (column, value) in enumerate(_sort_entries(entries[:count])):
+            terms[row, 2 + entry_rank] = value
+            terms[row, 2 + max_n + entry_rank] = vocab.first_token + column
     return torch.from_numpy(terms).to(logits.device)
 
 

@@ -32,7 +32,7 @@ MAX_LOGIT_ROWS = 1024
 """Rows of hidden states that the output head projects at a time, to bound memory (heuristic)."""
 
 
-class PromptNeeds(NamedTuple):
+class PromptOutputs(NamedTuple):
     """Sequences whose prompt logits or hidden states a step returns."""
 
     logits: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class PromptNeeds(NamedTuple):
     """An embedding is requested, and no token."""
 
 
-NO_NEEDS = PromptNeeds()
+NO_PROMPT_OUTPUTS = PromptOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class StepLogits:
 
     next_token: Tensor
     """[n, v_local], the columns of `ModelRunner.vocab`: logits of the token after the last known
-    one and after each draft, row after row; sequences in `PromptNeeds.hidden` have none."""
+    one and after each draft, row after row; sequences in `PromptOutputs.hidden` have none."""
 
     prompt: Mapping[int, Tensor]
-    """By sequence in `PromptNeeds.logits`: logits [k, v_local] of the prompt tokens after the k
+    """By sequence in `PromptOutputs.logits`: logits [k, v_local] of the prompt tokens after the k
     processed ones."""
 
     prompt_hidden: Mapping[int, Tensor]
-    """By sequence in `PromptNeeds.hidden`: hidden states [k, h] of the k processed tokens after
+    """By sequence in `PromptOutputs.hidden`: hidden states [k, h] of the k processed tokens after
     the final norm."""
 
     hidden: Tensor | None = None
@@ -80,13 +80,13 @@ class ModelRunner:
         limits: SmallBatchLimits = NO_ROW_COUNTS,
         link: PipelineLink | None = None,
         adapters: AdapterManager | None = None,
-        expert_peers: Group = SINGLE_RANK,
+        expert_group: Group = SINGLE_RANK,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
-        its requests; `expert_peers`: ranks of this stage, if some have other requests and share
+        its requests; `expert_group`: ranks of this stage, if some have other requests and share
         experts."""
-        self._expert_peers = expert_peers
+        self._expert_group = expert_group
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self.num_stages = 1 if link is None else link.num_stages
         self.is_last_stage = model.stage.loss
@@ -105,13 +105,14 @@ class ModelRunner:
         self,
         plan: StepPlan,
         states: Mapping[int, SequenceState],
-        needs: PromptNeeds = NO_NEEDS,
+        needs: PromptOutputs = NO_PROMPT_OUTPUTS,
     ) -> StepLogits | None:
         """Process the tokens of a plan. Keys and values are stored in the blocks of the plan. A
         pipeline stage receives the hidden states of the previous one; all but the last one send
         theirs to the next, and return None.
 
-        A plan without rows processes padding, for the other ranks that share the experts."""
+        A plan without rows is a dummy forward pass of padding, for the other ranks that share the
+        experts."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
             with (
@@ -133,21 +134,21 @@ class ModelRunner:
         return logits
 
     @property
-    def has_peers(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether other ranks take part in the steps."""
         return self.num_stages > 1 or self.model.tp_comm.group.size > 1 or self.shares_experts
 
     @property
     def shares_experts(self) -> bool:
         """Whether ranks with other requests compute experts for this one."""
-        return self._expert_peers.size > 1
+        return self._expert_group.size > 1
 
-    def agree_on_step(self, *, is_busy: bool, has_rows: bool) -> tuple[bool, bool]:
+    def reduce_step_flags(self, *, is_busy: bool, has_rows: bool) -> tuple[bool, bool]:
         """Return whether any rank that shares experts with this one has unfinished requests, and
         whether any has rows in the next step, which then all execute. Collective."""
         if not self.shares_experts:
             return False, has_rows
-        flags = all_reduce_max_(torch.tensor([int(is_busy), int(has_rows)]), self._expert_peers)
+        flags = all_reduce_max_(torch.tensor([int(is_busy), int(has_rows)]), self._expert_group)
         busy, rows = flags.tolist()
         return bool(busy), bool(rows)
 
@@ -215,7 +216,7 @@ class ModelRunner:
         hidden: Tensor,
         rows: Sequence[PlannedRow],
         states: Mapping[int, SequenceState],
-        needs: PromptNeeds,
+        needs: PromptOutputs,
     ) -> StepLogits:
         last: list[int] = []
         prompt: dict[int, Tensor] = {}

@@ -446,8 +446,8 @@ def filter_logits(logits: Tensor, params: Sequence[SamplingParams], vocab: Vocab
         gathered = vocab.gather(torch.cat([totals[undecided], *lists]))
         bounds = pairwise(accumulate(map(len, lists), initial=len(undecided)))
         pending = []
-        for place, (index, (start, stop)) in enumerate(zip(undecided, bounds, strict=True)):
-            threshold = find_threshold(gathered[:, place], gathered[:, start:stop], params[index])
+        for column, (index, (start, stop)) in enumerate(zip(undecided, bounds, strict=True)):
+            threshold = find_threshold(gathered[:, column], gathered[:, start:stop], params[index])
             if threshold is None:
                 pending.append(index)
             else:
@@ -619,10 +619,10 @@ def _compute_row_logprobs(
     parts: list[Tensor] = []
     indices: list[int] = []
     for request in requests:
-        valid = [place for place, i in enumerate(request.indices) if winners[i].is_valid]
+        valid = [number for number, i in enumerate(request.indices) if winners[i].is_valid]
         if valid:
             parts.append(_select_rows(request.logits, valid))
-        indices += [request.indices[place] for place in valid]
+        indices += [request.indices[number] for number in valid]
     if not indices:
         return {}
     logprobs = compute_logprobs(

@@ -155,7 +155,7 @@ class BuildContext:
         )
         if (step := self._find_step_adapters(weights[0][0])) is not None:
             make_shards = partial(column_adapter, tp_comm=self.tp_comm)
-            return BatchedLora(linear, step, make_shards, reduce_features=_all_inputs)
+            return BatchedLora(linear, step, make_shards, reduce_features=_return_unchanged)
         adapted = [shard for shard, _ in weights if self._has_adapters(shard)]
         if self.lora is None or not adapted:
             return linear
@@ -189,7 +189,7 @@ class BuildContext:
             self.spec(shard, init), dtype=self.dtype, matmul_ops=self.build_matmul_ops(shard.name)
         )
         if (step := self._find_step_adapters(shard)) is not None:
-            return BatchedLora(linear, step, whole_adapter, reduce_features=_all_inputs)
+            return BatchedLora(linear, step, whole_adapter, reduce_features=_return_unchanged)
         if self.lora is None or not self._has_adapters(shard):
             return linear
         return ReplicatedLora(linear, self.tp_comm, self.lora, self.backends, dtype=self.dtype)
@@ -203,7 +203,7 @@ class BuildContext:
         return self.step_adapters if can_adapt else None
 
 
-def _all_inputs(features: Tensor) -> Tensor:
+def _return_unchanged(features: Tensor) -> Tensor:
     """Return features that were computed from all inputs."""
     return features
 

@@ -345,7 +345,7 @@ class EngineServer:
             outputs = self.engine.step()
         except Exception as error:  # the requests fail, the server continues
             if self._ranks.size > 1:
-                raise  # the ranks would not agree on the next collective
+                raise  # the ranks would not execute the same collectives
             _logger.exception("a step failed")
             outputs = []
             for number in list(self._requests):

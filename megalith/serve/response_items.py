@@ -119,10 +119,10 @@ class ResponseItems:
         item |= {"call_id": tool_call_json(call)["id"], "name": call.name, "arguments": ""}
         index = {"output_index": len(self.finished)}
         self.add_event("response.output_item.added", **index, item=item)
-        place = index | {"item_id": item["id"]}
+        position = index | {"item_id": item["id"]}
         kind = "response.function_call_arguments"
-        self.add_event(f"{kind}.delta", **place, delta=call.arguments)
-        self.add_event(f"{kind}.done", **place, arguments=call.arguments)
+        self.add_event(f"{kind}.delta", **position, delta=call.arguments)
+        self.add_event(f"{kind}.done", **position, arguments=call.arguments)
         self._finish(item | {"arguments": call.arguments, "status": "completed"})
 
 

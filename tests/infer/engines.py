@@ -60,13 +60,13 @@ def build(
     proposer: DraftProposer | None = None,
     draft_model: Decoder | None = None,
     link: PipelineLink | None = None,
-    expert_peers: Group = SINGLE_RANK,
+    expert_group: Group = SINGLE_RANK,
     dp: Group = SINGLE_RANK,
     replicate_kv_heads: bool = False,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
-    to the other pipeline stages; `expert_peers`: ranks that share experts; `dp`:
+    to the other pipeline stages; `expert_group`: ranks that share experts; `dp`:
     data-parallel ranks;
     `replicate_kv_heads`: of the parallel layout; `engine`: fields of
     EngineConfig."""
@@ -95,11 +95,11 @@ def build(
         num_blocks=size.num_blocks,
         block_size=block_size,
         batch_invariant=config.batch_invariant,
-        has_padding=not model.tp_comm.invariant or expert_peers.size > 1,
+        has_padding=not model.tp_comm.invariant or expert_group.size > 1,
         groups=token_groups(model),
     )
     check_speculation(config, plan)
-    runner = ModelRunner(model, pool, link=link, expert_peers=expert_peers)
+    runner = ModelRunner(model, pool, link=link, expert_group=expert_group)
     generator = TextGenerator(
         model, tokenizer, eos, draft_model=draft_model, replicate_kv_heads=replicate_kv_heads
     )

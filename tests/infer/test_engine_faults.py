@@ -15,7 +15,7 @@ from megalith.infer.engine import InferenceEngine
 from megalith.infer.logprobs import prompt_logprobs
 from megalith.infer.outputs import PromptLogprobs
 from megalith.infer.requests import Request, RequestChoice
-from megalith.infer.runner import PromptNeeds
+from megalith.infer.runner import PromptOutputs
 from megalith.infer.sample import TokenCounts
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.packed import PackedSeqParams
@@ -101,14 +101,14 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         request.output.prompt_logprobs += prompt.values
         return []
 
-    def always(self: InferenceEngine, plan: StepPlan) -> PromptNeeds:
+    def always(self: InferenceEngine, plan: StepPlan) -> PromptOutputs:
         states = {row.seq_id: self._choices[row.seq_id] for row in plan.rows}
         logits = frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
-        return PromptNeeds(logits)
+        return PromptOutputs(logits)
 
     monkeypatch.setattr(step_results, "_compute_prompt", compute)
     monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", add)
-    monkeypatch.setattr(InferenceEngine, "_prompt_needs", always)
+    monkeypatch.setattr(InferenceEngine, "_find_prompt_outputs", always)
 
 
 def score_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megalith.config.serve import (
 from megalith.errors import RankError
 from megalith.infer.load import (
     connect_stages,
-    find_expert_peers,
+    find_expert_group,
     generation_layout,
     inference_layout_problems,
 )
@@ -52,12 +52,12 @@ def run_rank(
     engine = build(
         model,
         link=connect_stages(model, mesh.pp, CPU),
-        expert_peers=find_expert_peers(layout, mesh),
+        expert_group=find_expert_group(layout, mesh),
         **SETTINGS,
     )
     if fault == "idle":
-        agree = engine.runner.agree_on_step
-        engine.runner.agree_on_step = lambda **flags: (  # type: ignore[method-assign]
+        agree = engine.runner.reduce_step_flags
+        engine.runner.reduce_step_flags = lambda **flags: (  # type: ignore[method-assign]
             agree(**flags)[0],
             flags["has_rows"],
         )
@@ -119,7 +119,7 @@ def test_idle_rank_that_skips_the_experts_is_caught(tiny: SimpleNamespace) -> No
     config, parallel = tiny.config(moe=EXPERTS), InferenceParallelConfig(dp=2)
     results = run_ranks(run_rank, 2, config, tiny.model, parallel, 2, "no requests")
     assert results[0] and not results[1]
-    with pytest.raises(RankError, match="did not finish within 8 s(?s:.*)agree_on_step"):
+    with pytest.raises(RankError, match="did not finish within 8 s(?s:.*)reduce_step_flags"):
         run_ranks(run_rank, 2, config, tiny.model, parallel, 2, "idle", timeout=8)
 
 
@@ -127,9 +127,9 @@ def run_second_round(rank: int, world: int, config: ModelConfig, make: Any) -> l
     """Tokens of requests without a seed; in the second round only the first rank has some."""
     layout = generation_layout(config, world, InferenceParallelConfig(dp=2))
     mesh = build_mesh(model_grid(layout, config, world), rank=rank)
-    peers = find_expert_peers(layout, mesh)
+    peers = find_expert_group(layout, mesh)
     model = make(config, mesh, parallel=layout, dtype=torch.float64)
-    engine = build(model, expert_peers=peers, dp=mesh.dp)
+    engine = build(model, expert_group=peers, dp=mesh.dp)
     request = ([5, 6, 7], SamplingParams(max_new_tokens=6))
     outputs = run(engine, [request])
     engine.expect_requests()

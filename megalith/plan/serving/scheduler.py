@@ -5,8 +5,8 @@ the rest of the token budget goes to prefills in the order of service, (priority
 blocks run out, the youngest sequence of the lowest priority is preempted: its blocks are released,
 and its tokens, generated ones included, are prefilled again later. The first sequence in the order
 of service is never preempted, and every step processes a token of it unless it awaits a sampled
-token. Draft tokens of speculative
-decoding get the budget and the blocks that are left, so they change no other row of the plan.
+token. Draft tokens of speculative decoding get the budget and the blocks that are left, so they
+change no other row of the plan.
 """
 
 from bisect import insort
@@ -583,7 +583,7 @@ class Scheduler:
 
     @property
     def _has_rows(self) -> bool:
-        """Whether a sequence is planned; the first one in the order of service always is."""
+        """Whether a sequence is planned; the first one that awaits no token always is."""
         return bool(self._decodes or self._prefills)
 
     @property
