@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
@@ -15,9 +16,10 @@ from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
 from megalith.cli.output import print_json
 from megalith.cli.serve import API_KEY_VARIABLE
+from megalith.config.serve import InferenceParallelConfig
 from megalith.config.server import ServeRun, serve_problems
-from megalith.config.tree import apply_overrides
-from megalith.errors import raise_all
+from megalith.config.tree import apply_overrides, to_dict
+from megalith.errors import ConfigError, raise_all
 
 SUBCOMMANDS = {
     "serve": "latency and throughput of a running server",
@@ -90,6 +92,10 @@ class BenchEngineOptions:
     seed: int = 1234
     """Seed of the prompts."""
 
+    timeline: Path | None = None
+    """File for a plot of the last measurement, .png, .svg or .pdf, or .txt: which sequences each
+    step prefilled, decoded and preempted."""
+
     json: bool = False
     """Print one JSON document."""
 
@@ -154,15 +160,27 @@ def bench_engine(subcommand: str, argv: list[str]) -> int:
             repeats=options.repeats,
         )
     )
+    if run.parallel != InferenceParallelConfig():
+        raise ConfigError(
+            f"parallel={to_dict(run.parallel)}: this command measures one process. Remove the "
+            "settings of parallel, or use megalith bench serve."
+        )
     import torch
 
     from megalith.infer.llm import LLM
+    from megalith.infer.timeline import EngineTimeline, check_suffix
     from megalith.serve.benchmark import BenchmarkWorkload, TokenTimes, measure_engine
 
     dtype: torch.dtype | None = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
-    times = TokenTimes()
+    if options.timeline is not None:
+        check_suffix(options.timeline)
+    times, timeline = TokenTimes(), EngineTimeline()
     llm = LLM(
-        options.source, config=run.engine, dtype=dtype, kernels=run.kernels, callbacks=[times]
+        options.source,
+        config=run.engine,
+        dtype=dtype,
+        kernels=run.kernels,
+        callbacks=[times, timeline],
     )
     summaries = []
     for repeat in range(options.repeats):
@@ -174,7 +192,9 @@ def bench_engine(subcommand: str, argv: list[str]) -> int:
             vocab_size=llm.generator.model.config.vocab_size,
             seed=options.seed + repeat,  # other prompts, which are not in the prefix cache
         )
-        summaries.append(measure_engine(llm, times, workload))
+        summaries.append(measure_engine(llm, times, timeline, workload))
+    if options.timeline is not None:
+        timeline.write(options.timeline)
     return report(summaries, as_json=options.json)
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from megalith.config.generation import SamplingParams
 from megalith.errors import ConfigError, DataError
+from megalith.infer.timeline import EngineTimeline
 
 if TYPE_CHECKING:  # a benchmark of a server does not load torch
     from megalith.infer.llm import LLM
@@ -287,13 +288,16 @@ class TokenTimes:
         self.requests[request.request_id].finished = time.monotonic()
 
 
-def measure_engine(llm: "LLM", times: TokenTimes, workload: BenchmarkWorkload) -> dict[str, Any]:
-    """Generate all prompts of a workload at once and return the summary; `times`: a callback of
-    the engine."""
+def measure_engine(
+    llm: "LLM", times: TokenTimes, timeline: EngineTimeline, workload: BenchmarkWorkload
+) -> dict[str, Any]:
+    """Generate all prompts of a workload at once and return the summary; `times` and `timeline`:
+    callbacks of the engine."""
     params = SamplingParams(max_new_tokens=workload.output_len, ignore_eos=True, temperature=0)
     llm.generate(workload.prompts()[:1], SamplingParams(max_new_tokens=2))  # compiles kernels
     llm.engine.scheduler.reset_prefix_cache()
     times.requests.clear()
+    timeline.clear()
     started = time.monotonic()
     llm.generate(workload.prompts(), params)
     return summarize(list(times.requests.values()), time.monotonic() - started)

@@ -18,7 +18,7 @@ from megalith.infer.cache import (
     plan_pool,
     token_groups,
 )
-from megalith.infer.engine import InferenceEngine
+from megalith.infer.engine import EngineCallback, InferenceEngine
 from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.pipeline import PipelineLink
@@ -62,6 +62,7 @@ def build(
     link: PipelineLink | None = None,
     expert_group: Group = SINGLE_RANK,
     dp: Group = SINGLE_RANK,
+    callbacks: Sequence[EngineCallback] = (),
     replicate_kv_heads: bool = False,
     **engine: Any,
 ) -> InferenceEngine:
@@ -116,6 +117,7 @@ def build(
         eos_token_ids=eos,
         speculator=speculator,
         dp=dp,
+        callbacks=callbacks,
     )
 
 
