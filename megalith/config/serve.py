@@ -195,7 +195,7 @@ def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -
     if config.max_adapters:
         adapters = f"max_adapters={config.max_adapters}", "Set max_adapters to 0"
         problems += [
-            (*adapters, "dp", parallel.dp, 1, "ranks with other requests load at other times"),
+            (*adapters, "dp", parallel.dp, 1, "data-parallel ranks would load in different steps"),
             (*adapters, "sp", parallel.sp, False, "adapters need all tokens on every rank"),
         ]
     if config.batching == "static":
@@ -214,10 +214,11 @@ def replica_problems(parallel: InferenceParallelConfig, nproc: int) -> list[str]
     tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
     if dp == 1:
         return []
-    if nproc % dp:
+    if nproc % (dp * pp):
         return [
-            f"parallel.dp={dp} with --nproc={nproc}: every replica has equally many processes. Set "
-            f"--nproc to a multiple of {dp}, such as {dp * (tp or 1) * pp}."
+            f"parallel.dp={dp} and parallel.pp={pp} with --nproc={nproc}: every replica and every "
+            f"stage has equally many processes. Set --nproc to a multiple of {dp * pp}, such as "
+            f"{dp * (tp or 1) * pp}."
         ]
     if tp is not None and tp * pp * dp != nproc:
         return [

@@ -93,7 +93,7 @@ def count_attentions(model: ModelConfig, layers: range) -> tuple[int, int]:
 
 
 class TokenSharding(NamedTuple):
-    """Ranks that divide the tokens of an attention."""
+    """Ranks over which the KV cache of an attention is sharded by token."""
 
     axis: Literal["tp", "tp_copy"] = "tp_copy"
     """Ranks with the same latent vectors, or with the same KV head."""
@@ -106,7 +106,7 @@ class TokenSharding(NamedTuple):
 def plan_token_shardings(
     model: ModelConfig, *, tp: int, replicate_kv_heads: bool = False
 ) -> list[TokenSharding]:
-    """Return the ranks that divide the tokens of each attention of `attention_views`; with
+    """Return the ranks over which the KV cache of each of `attention_views` is sharded; with
     `replicate_kv_heads` none do."""
     num_copies = 1 if replicate_kv_heads else tp // key_value_ranks(model.num_kv_heads, tp)
     shardings = []
@@ -130,7 +130,7 @@ def kv_bytes_per_token(
 ) -> list[int]:
     """Return the bytes that each attention of `attention_views` stores per token on one of `tp`
     ranks: keys and values of the local heads, or the latent vector and the shared rotated key,
-    divided by the ranks that divide the tokens (rounded up); in `dtype`, or for auto with
+    divided by the ranks over which tokens are sharded (rounded up); in `dtype`, or for auto with
     `element_size` bytes per element."""
     sizes = []
     scale_size = 0
@@ -303,7 +303,7 @@ def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerCo
 
 @dataclass(frozen=True, slots=True, eq=False)  # layers share one object per group
 class TokenRankGroup:
-    """The ranks that divide the tokens of an attention; a `TokenRanks`."""
+    """The ranks over which the KV cache of an attention is sharded by token; a `TokenRanks`."""
 
     group: Group
     heads: list[int]
@@ -498,7 +498,7 @@ class StepBlocks:
         return self._stored[key]
 
     def gathered_keys(self, group: int, ranks: TokenRankGroup | None) -> GatheredKeys:
-        """Return the places of the keys that the queries attend to: of each row the last ones, as
+        """Return the slots of the keys that the queries attend to: of each row the last ones, as
         many as `kernels/attention/dispatch` expects."""
         key = group, ranks
         if key not in self._gathered:

@@ -132,7 +132,7 @@ class InferenceEngine:
         compiles synchronously."""
         self._is_distributed, self._dp = runner.is_distributed, dp
         self._any_rank_is_busy = False
-        self.expect_requests()
+        self.start_round()
         self._in_flight: deque[InFlightStep] = deque()
         """Executed steps whose sampled tokens are not appended yet, oldest first."""
         self._requests: dict[int, Request] = {}
@@ -267,7 +267,7 @@ class InferenceEngine:
             self._finish_step(self._in_flight.popleft(), outputs)
         return outputs
 
-    def expect_requests(self) -> None:
+    def start_round(self) -> None:
         """Step until no rank that shares experts has requests, also if this rank has none. All of
         these ranks call it before requests that begin after `has_unfinished` was False."""
         self._any_rank_is_busy = self.runner.shares_experts
@@ -358,7 +358,7 @@ class InferenceEngine:
         mib = cache.num_blocks * cache.block_size * cache.plan.bytes_per_token / 2**20
         attention = "gathered keys" if self.model_config.positions == "relative" else "paged"
         num_ranks = cache.plan.block_multiple
-        division = f" divided among {num_ranks} ranks" if num_ranks > 1 else ""
+        division = f" sharded over {num_ranks} ranks" if num_ranks > 1 else ""
         return (
             f"inference engine: {cache.num_blocks} KV cache blocks of {cache.block_size} tokens"
             f"{division} in {groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB; "

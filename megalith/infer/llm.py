@@ -163,7 +163,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Process requests to their end."""
         outputs: list[RequestOutput] = []
-        self.engine.expect_requests()
+        self.engine.start_round()
         try:
             for index, ((prompt, params), adapter) in enumerate(
                 zip(requests, adapters, strict=True)

@@ -82,6 +82,9 @@ class EngineSettings:
     nproc: int = 1
     """Number of ranks."""
 
+    num_replicas: int = 1
+    """Replicas on this machine, which share the memory of CPUs."""
+
     identity: str = "0"
     """Name of this process at the socket of the HTTP process."""
 
@@ -99,6 +102,10 @@ def load_engine(
     """
     parts = {"engine": settings.engine, "parallel": settings.parallel, "kernels": settings.kernels}
     run = from_dict(ServeRun, parts)
+    if worker.device.type == "cpu":
+        cache = run.engine.cache
+        share = cache.memory_fraction / settings.num_replicas
+        run = replace(run, engine=replace(run.engine, cache=replace(cache, memory_fraction=share)))
     source = open_source(settings.source, worker.world, base=settings.base, parallel=run.parallel)
     set_threads(worker, None)
     mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)

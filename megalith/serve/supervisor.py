@@ -4,14 +4,17 @@ stops them with the server."""
 import asyncio
 import json
 import logging
+import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalith.launch.launcher import threads_per_rank
+from megalith.observe.limits import available_cores
 from megalith.serve.client import EngineClient
 from megalith.serve.errors import ApiError
 from megalith.serve.transport import socket_address
@@ -123,6 +126,9 @@ class EngineSupervisor:
             "-m",
             "megalith.serve.engine_process",
             stdin=asyncio.subprocess.PIPE,
+            env=replica_environment(
+                os.environ, replica, num_replicas, num_ranks=int(self.settings["nproc"])
+            ),
             start_new_session=True,  # a terminal's Ctrl-C is for the HTTP process
         )
         settings = self.settings | {
@@ -205,6 +211,7 @@ async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineSuperviso
         of_replica = {
             "address": address,
             "nproc": settings.get("nproc", 1) // num_replicas,
+            "num_replicas": num_replicas,
             "parallel": settings["parallel"] | {"dp": 1},
         }
         supervisor = EngineSupervisor(client, settings | of_replica)
@@ -213,3 +220,20 @@ async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineSuperviso
             yield supervisor
         finally:
             await supervisor.stop()
+
+
+def replica_environment(
+    environment: Mapping[str, str], replica: int, num_replicas: int, *, num_ranks: int
+) -> dict[str, str]:
+    """Return the environment of a replica of `num_ranks` ranks: its part of the GPUs, and of the
+    cores unless OMP_NUM_THREADS is set."""
+    if num_replicas == 1:
+        return dict(environment)
+    threads = threads_per_rank(available_cores(), num_ranks * num_replicas)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    first = replica * num_ranks
+    devices = [str(number) for number in range(first, first + num_ranks)]
+    if visible is not None:
+        devices = visible.split(",")[first : first + num_ranks]
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    return {"OMP_NUM_THREADS": str(threads), **environment, **own}

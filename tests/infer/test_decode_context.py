@@ -153,7 +153,7 @@ def check_case(case: Case, tiny: SimpleNamespace, plant: Plant | None = None) ->
     has_drafts = case.has_drafts or case.draft is not None or "speculation" in case.engine
     assert (results[0].num_accepted > 0) == has_drafts
     num_ranks = tp if config.mla is not None else tp // config.num_kv_heads
-    assert f"tokens divided among {num_ranks} ranks in" in results[0].description
+    assert f"tokens sharded over {num_ranks} ranks in" in results[0].description
     if case.pp == 1:
         assert sum(output.num_preemptions for output in outputs) > 0
         total = plan_cache(config, tp=1, element_size=8, dtype=dtype).bytes_per_token
@@ -224,7 +224,7 @@ def check_invariance(rank: int, world: int, config: ModelConfig, make: Any) -> b
     model = make(config, mesh, dtype=torch.float32)
     engine = build(model, batch_invariant=True, max_num_seqs=9, max_num_batched_tokens=32)
     check_batch_invariance(engine)
-    return "divided among 2 ranks" in engine.describe()
+    return "sharded over 2 ranks" in engine.describe()
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def test_engine_divides_the_tokens_unless_kv_heads_are_replicated(
         if replicate
         else (
             total // 2,
-            "blocks of 4 tokens divided among 2 ranks in",
+            "blocks of 4 tokens sharded over 2 ranks in",
         )
     )
     for nbytes, description in run_ranks(build_with_settings, 2, config, tiny.model, replicate):

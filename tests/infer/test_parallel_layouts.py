@@ -56,9 +56,9 @@ def run_rank(
         **SETTINGS,
     )
     if fault == "idle":
-        agree = engine.runner.reduce_step_flags
+        reduce_flags = engine.runner.reduce_step_flags
         engine.runner.reduce_step_flags = lambda **flags: (  # type: ignore[method-assign]
-            agree(**flags)[0],
+            reduce_flags(**flags)[0],
             flags["has_rows"],
         )
     requests, arrivals = make_requests(seed)
@@ -76,23 +76,24 @@ def run_rank(
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel", "moe"),
+    ("world", "parallel", "moe", "kv_heads"),
     [
-        (2, InferenceParallelConfig(sp=True), None),
-        (2, InferenceParallelConfig(sp=True), EXPERTS),
-        (2, InferenceParallelConfig(dp=2), EXPERTS),
-        (4, InferenceParallelConfig(dp=2, pp=2), EXPERTS),
-        (4, InferenceParallelConfig(dp=2, sp=True), EXPERTS),
-        (2, InferenceParallelConfig(dp=2), replace(EXPERTS, num_experts=5)),
+        (2, InferenceParallelConfig(sp=True), None, 2),
+        (2, InferenceParallelConfig(sp=True), EXPERTS, 2),
+        (2, InferenceParallelConfig(dp=2), EXPERTS, 2),
+        (4, InferenceParallelConfig(dp=2, pp=2), EXPERTS, 2),
+        (4, InferenceParallelConfig(dp=2, sp=True), EXPERTS, 1),  # with a sharded KV cache
+        (2, InferenceParallelConfig(dp=2), replace(EXPERTS, num_experts=5), 2),
     ],
 )
 def test_ranks_generate_the_tokens_of_one_process(
     world: int,
     parallel: InferenceParallelConfig,
     moe: MoEConfig | None,
+    kv_heads: int,
     tiny: SimpleNamespace,
 ) -> None:
-    config = tiny.config(moe=moe)
+    config = tiny.config(moe=moe, num_kv_heads=kv_heads)
     model = tiny.model(config, dtype=torch.float64)
     expected = run(build(model), make_requests(world)[0])
     results = run_ranks(run_rank, world, config, tiny.model, parallel, world)
@@ -127,12 +128,12 @@ def run_second_round(rank: int, world: int, config: ModelConfig, make: Any) -> l
     """Tokens of requests without a seed; in the second round only the first rank has some."""
     layout = generation_layout(config, world, InferenceParallelConfig(dp=2))
     mesh = build_mesh(model_grid(layout, config, world), rank=rank)
-    peers = find_expert_group(layout, mesh)
+    group = find_expert_group(layout, mesh)
     model = make(config, mesh, parallel=layout, dtype=torch.float64)
-    engine = build(model, expert_group=peers, dp=mesh.dp)
+    engine = build(model, expert_group=group, dp=mesh.dp)
     request = ([5, 6, 7], SamplingParams(max_new_tokens=6))
     outputs = run(engine, [request])
-    engine.expect_requests()
+    engine.start_round()
     outputs += run(engine, [request] * (1 - rank))
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -155,8 +156,8 @@ def test_ranks_without_requests_take_part_in_a_second_round(tiny: SimpleNamespac
         (
             EngineConfig(max_adapters=2),
             InferenceParallelConfig(dp=2),
-            "max_adapters=2 with parallel.dp=2: ranks with other requests load at other times. Set "
-            "max_adapters to 0, or parallel.dp to 1.",
+            "max_adapters=2 with parallel.dp=2: data-parallel ranks would load in different "
+            "steps. Set max_adapters to 0, or parallel.dp to 1.",
         ),
         (
             EngineConfig(max_adapters=2),

@@ -41,7 +41,7 @@ from megalith.serve.protocol import (
     to_array,
 )
 from megalith.serve.state import RequestContext, ServerState
-from megalith.serve.supervisor import HEARTBEAT_S, EngineSupervisor
+from megalith.serve.supervisor import HEARTBEAT_S, EngineSupervisor, replica_environment
 from megalith.serve.transport import socket_address
 from tests.serve.servers import Server, running_server
 from tests.serve.test_ranks import children
@@ -755,7 +755,11 @@ def test_impossible_number_of_replicas_is_reported(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words, text in (
-        (["--nproc", "3", "--parallel.dp", "2"], "parallel.dp=2 with --nproc=3: every replica has"),
+        (
+            ["--nproc", "6", "--parallel.dp", "2", "--parallel.pp", "2"],
+            "parallel.dp=2 and parallel.pp=2 with --nproc=6: every replica and every stage has "
+            "equally many processes. Set --nproc to a multiple of 4",
+        ),
         (
             ["--nproc", "2", "--parallel.dp", "2", "--parallel.tp", "2"],
             "tp x pp x dp is the number of processes. Set --nproc to 4.",
@@ -765,3 +769,14 @@ def test_impossible_number_of_replicas_is_reported(
         assert text in capfd.readouterr().err
     assert main(["chat", str(run), "--parallel.dp", "2"]) == 2
     assert "parallel.dp=2: this command runs one replica" in capfd.readouterr().err
+
+
+def test_replicas_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.serve.supervisor.available_cores", lambda: 8)
+    environments = [replica_environment({"A": "b"}, index, 2, num_ranks=2) for index in range(2)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["0,1", "2,3"]
+    assert all(each["OMP_NUM_THREADS"] == "2" and each["A"] == "b" for each in environments)
+    given = {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "7,6,5,4"}
+    second = replica_environment(given, 1, 2, num_ranks=2)
+    assert second == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "5,4"}
+    assert replica_environment(given, 0, 1, num_ranks=2) == given

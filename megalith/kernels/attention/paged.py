@@ -60,7 +60,7 @@ MAX_GATHERED_ELEMENTS = 1 << 26
 
 
 class TokenRanks(Protocol):
-    """Communication among the ranks that divide the tokens of every sequence: each method is a
+    """Communication among the ranks over which tokens are sharded: each method is a
     collective."""
 
     @property
@@ -123,7 +123,7 @@ def build_paged_metadata(
     ranks: TokenRanks | None = None,
 ) -> PagedMetadata:
     """Return the metadata of rows with (queries, keys) of `lengths`; block_tables int32 [rows,
-    max_blocks]; `ranks`: those that divide the tokens."""
+    max_blocks]; `ranks`: those over which tokens are sharded."""
     device = block_tables.device
     starts = [0, *accumulate(queries for queries, _ in lengths)]
     return PagedMetadata(
@@ -179,7 +179,7 @@ class _PagedKeys(NamedTuple):
 
 
 def store(cache: Tensor | KVBlocks, rows_new: Tensor, slots: Tensor) -> None:
-    """Write new keys or values to their places in the cache, in place; quantize them if it is.
+    """Write new keys or values to their slots in the cache, in place; quantize them if it is.
 
     cache [blocks, g, T, d], rows_new [t, g, d] of the same dtype or of that of the model, slots
     int64 [t] = block * T + offset of each token, all different. Works for every dtype and device.
@@ -409,10 +409,10 @@ class GatheredKeys(NamedTuple):
     """int64 [stored]."""
 
     offsets: Tensor
-    """int64 [stored]: places in their blocks."""
+    """int64 [stored]: offsets in their blocks."""
 
-    places: Tensor | None
-    """int64 [t_kv]: place of each key among those of all ranks, each padded to the same number;
+    gather_index: Tensor | None
+    """int64 [t_kv]: index of each key among those of all ranks, each padded to the same number;
     None: this rank stores all of them."""
 
     num_padded: int
@@ -422,38 +422,40 @@ class GatheredKeys(NamedTuple):
 
     @staticmethod
     def locate(metadata: PagedMetadata, lengths: Lengths) -> "GatheredKeys":
-        """Return the places of as many last keys of each row as `lengths` says (queries, keys)."""
+        """Return the slots of as many last keys of each row as `lengths` says (queries, keys)."""
         shard, block_size = metadata.shard, metadata.block_size
-        num_kept = torch.tensor([keys for _, keys in lengths])
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), num_kept)
-        first = torch.tensor([keys for _, keys in metadata.lengths]) - num_kept
-        starts = num_kept.cumsum(0) - num_kept
+        num_keys = torch.tensor([keys for _, keys in lengths])
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), num_keys)
+        first = torch.tensor([keys for _, keys in metadata.lengths]) - num_keys
+        starts = num_keys.cumsum(0) - num_keys
         positions = torch.arange(len(rows)) + (first - starts)[rows]
-        places, num_padded = None, len(rows)
+        gather_index, num_padded = None, len(rows)
         if metadata.ranks is not None:
             owners = positions % shard.num_ranks
             counts = torch.bincount(owners, minlength=shard.num_ranks)
             num_padded = int(counts.max())
             by_owner = owners.argsort(stable=True)
             shift = torch.arange(shard.num_ranks) * num_padded - (counts.cumsum(0) - counts)
-            places = torch.empty_like(positions)
-            places[by_owner] = torch.arange(len(rows)) + shift[owners[by_owner]]
+            gather_index = torch.empty_like(positions)
+            gather_index[by_owner] = torch.arange(len(rows)) + shift[owners[by_owner]]
             stored = owners == shard.rank
             rows, positions = rows[stored], positions[stored] // shard.num_ranks
-            places = places.to(metadata.block_tables.device)
+            gather_index = gather_index.to(metadata.block_tables.device)
         rows, positions = (x.to(metadata.block_tables.device) for x in (rows, positions))
         blocks = metadata.block_tables[rows, positions // block_size].long()
-        return GatheredKeys(blocks, positions % block_size, places, num_padded, metadata.ranks)
+        return GatheredKeys(
+            blocks, positions % block_size, gather_index, num_padded, metadata.ranks
+        )
 
     def read(self, cache: Tensor | KVBlocks, dtype: torch.dtype) -> Tensor:
         """Return the keys or values in `dtype`, of all ranks: cache [blocks, g, T, d] -> [t_kv, g,
         d]."""
         rows = as_blocks(cache).read(self.blocks, self.offsets, dtype)
-        if self.ranks is None or self.places is None:
+        if self.ranks is None or self.gather_index is None:
             return rows
         padded = rows.new_zeros(self.num_padded, *rows.shape[1:])
         padded[: len(rows)] = rows
-        return self.ranks.gather_rows(padded)[self.places]
+        return self.ranks.gather_rows(padded)[self.gather_index]
 
 
 def _gathered(
@@ -524,7 +526,7 @@ class _KeyPositions(NamedTuple):
     """int64 [rows, keys]; 0 for padding."""
 
     offsets: Tensor
-    """int64 [rows, keys]: places in their blocks."""
+    """int64 [rows, keys]: offsets in their blocks."""
 
     is_key: Tensor
     """bool [rows, keys]: False for padding."""
@@ -536,7 +538,7 @@ class _KeyPositions(NamedTuple):
     def of_rows(
         rows: list[int], visible: Lengths, metadata: PagedMetadata, scores: Scores
     ) -> "_KeyPositions":
-        """Return the places of the keys that the queries of these rows see."""
+        """Return the slots of the keys that the queries of these rows see."""
         device, shard = metadata.block_tables.device, metadata.shard
         num_queries, total = visible[rows[0]][0], [metadata.lengths[row][1] for row in rows]
         # among the stored keys of each row
