@@ -60,6 +60,7 @@ from megalith.infer.quantize import (
     load_int8_weights,
     set_int8_dtype,
 )
+from megalith.infer.refit import WeightUpdater
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
     NUM_DRAFT_TOKENS,
@@ -533,6 +534,7 @@ def build_engine(
             eos_token_ids=generator.stops,
             callbacks=callbacks,
             speculator=build_speculator(generator, config, runner, draft_plan),
+            updater=WeightUpdater(model, generator.ranks, generator.source),
         )
 
     if config.batch_invariant:
