@@ -26,17 +26,9 @@ def execute_transfers(
 
     sources, targets: the boxes that this rank holds and wants, by parameter, in the order of the
     plan; dtypes: in which parameters are sent, that of the senders. A rank takes part in one
-    message at a time, so beside the weights it needs one buffer of the size of its largest message,
-    which is at most a parameter.
+    message at a time, so beside the weights it needs at most the memory of one message, which is
+    at most a parameter.
     """
-    received = [
-        (transfer.numel, dtypes[name])
-        for name, transfer in transfers
-        if transfer.receiver == group.rank != transfer.sender
-    ]
-    nbytes = max((numel * dtype.itemsize for numel, dtype in received), default=0)
-    device = next((each.device for tensors in targets.values() for each in tensors), None)
-    staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
     for name, transfer in transfers:
         if transfer.sender == group.rank:
             source = _select(sources[name][transfer.source_index], transfer.source)
@@ -47,9 +39,9 @@ def execute_transfers(
                 start_send(part, group, transfer.receiver, tag=TRANSFER_TAG).wait()
         elif transfer.receiver == group.rank:
             target = _select(targets[name][transfer.target_index], transfer.target)
-            buffer = staging[: transfer.numel * dtypes[name].itemsize].view(dtypes[name])
+            buffer = torch.empty(target.shape, dtype=dtypes[name], device=target.device)
             start_receive(buffer, group, transfer.sender, tag=TRANSFER_TAG).wait()
-            target.copy_(buffer.view(target.shape))
+            target.copy_(buffer)
 
 
 def _select(values: Tensor, box: Box) -> Tensor:

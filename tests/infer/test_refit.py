@@ -1,5 +1,6 @@
 """Weights of a running engine are replaced in place, all of them or none."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,13 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import CheckpointWeights, open_pretrained
 from megalith.infer.engine import InferenceEngine
-from megalith.infer.llm import LLM
+from megalith.infer.llm import LLM, AsyncLLM
 from megalith.infer.outputs import RequestOutput
-from megalith.infer.refit import UpdateMode, WeightUpdater
+from megalith.infer.refit import TrainingWeights, UpdateMode, WeightUpdater
 from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.parallel.group import single_rank_group
 from tests.infer.engines import SAMPLED, build, check_logprobs, run
+from tests.infer.lora_folders import save_adapter
 from tests.infer.test_load import save
 
 PROMPTS = [[5, 17, 36, 3, 14, 2, 9, 9, 1], [8], list(range(1, 12))]
@@ -286,6 +289,50 @@ def test_unknown_mode_is_rejected(pair: tuple[Decoder, Decoder]) -> None:
         match="mode='dran': there is no such mode of weight updates. Did you mean drain",
     ):
         engine.update_weights(weights_of(pair[1]), mode=mode)
+
+
+def test_int8_engine_is_not_updated_from_a_mesh(runs: tuple[Path, Path]) -> None:
+    llm = LLM(runs[0], config=config_of(quantization="int8"))
+    source = TrainingWeights([], single_rank_group("world"))
+    with pytest.raises(CheckpointError, match="engine.quantization=int8: .*Update from a check"):
+        llm.update_weights(source)
+
+
+def test_adapters_belong_to_the_weights_of_their_base(
+    runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    old, new = (
+        save_adapter(tmp_path / f"adapter{index}", path, seed=1) for index, path in enumerate(runs)
+    )
+    llm = LLM(runs[0], config=config_of(max_adapters=1))
+    with pytest.raises(ConfigError, match="max_adapters=1: adapters are compared with the files"):
+        llm.update_weights(weights_of(llm.generator.model))
+    llm.load_adapter("a", old)
+    with pytest.raises(ConfigError, match="max_adapters=1: adapters are loaded or in use"):
+        llm.update_weights(runs[1])
+    llm.unload_adapter("a")
+    llm.update_weights(runs[1])
+    with pytest.raises(CheckpointError, match="whose weights differ from those of"):
+        llm.load_adapter("a", old)
+    llm.load_adapter("a", new)
+    (output,) = llm.generate([[5, 6, 7]], SAMPLED, adapter="a")
+    assert output.outputs[0].weight_versions == [(0, 1)]
+
+
+def test_streams_of_tasks_end_with_the_old_weights_of_a_drained_update(
+    runs: tuple[Path, Path],
+) -> None:
+    async def main() -> None:
+        async with AsyncLLM(runs[0], config=config_of()) as llm:
+            stream = llm.stream([5, 6, 7], SAMPLED)
+            outputs = [await anext(stream)]
+            await llm.update_weights(runs[1])
+            outputs += [output async for output in stream]
+            assert [output.weight_version for output in outputs] == [0] * 20
+            output = await llm.generate([5, 6, 7], SAMPLED)
+            assert output.outputs[0].weight_versions == [(0, 1)]
+
+    asyncio.run(main())
 
 
 # --- failures in the middle
