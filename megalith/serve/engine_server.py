@@ -17,11 +17,12 @@ from megalith.config.generation import (
     StructuredOutputsParams,
     sampling_problems,
 )
-from megalith.errors import UserError
+from megalith.errors import ConfigError, UserError
 from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
 from megalith.infer.engine import InferenceEngine, deadline_error
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.refit import UpdateMode
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
 from megalith.parallel.group import Group, single_rank_group
@@ -108,6 +109,8 @@ class EngineServer:
         """The engine's number by the client's."""
         self._drains: list[int] = []
         """Calls of drain to answer when no request is left."""
+        self._updates: list[EngineCall] = []
+        """Weight updates to make when the requests in flight are finished."""
         self._is_stopped = self._is_paused = False
         self._executor = ThreadPoolExecutor(MAX_COMPILE_THREADS, "megalith-grammar")
         self._compiling: dict[int, _CompilingRequest] = {}
@@ -118,6 +121,7 @@ class EngineServer:
             "reset_prefix_cache": self._reset_prefix_cache,
             "load_adapter": self._load_adapter,
             "unload_adapter": self._unload_adapter,
+            "update_weights": self._update_weights,
             "pause": self._pause,
             "resume": self._resume,
             "shutdown": self._shutdown,
@@ -129,6 +133,10 @@ class EngineServer:
             self._receive()
             if self._can_step:
                 self._step()
+            if self._updates and self.engine.is_drained:
+                for call in self._updates:
+                    self.send(Reply(call.call_id, self._execute(call.command, call.arguments)))
+                self._updates = []
             if self._drains and not self.engine.has_unfinished and not self._compiling:
                 for call_id in self._drains:
                     self.send(Reply(call_id, {}))
@@ -290,6 +298,9 @@ class EngineServer:
             case EngineCall(call_id, "drain", _):
                 self._drains.append(call_id)
                 self._is_paused = False  # the requests in flight finish
+            case EngineCall(_, "update_weights", {"mode": "drain"}) if self._can_step:
+                self.engine.scheduler.holds_new = True
+                self._updates.append(message)
             case EngineCall(call_id, command, arguments) if command in self._commands:
                 self.send(Reply(call_id, self._execute(command, arguments)))
             case _:
@@ -404,6 +415,15 @@ class EngineServer:
     def _unload_adapter(self, *, lora_name: str) -> dict[str, Any]:
         self.engine.unload_adapter(lora_name)
         return {}
+
+    def _update_weights(self, *, path: str, mode: UpdateMode) -> dict[str, Any]:
+        if mode == "drain" and not self.engine.is_drained:
+            raise ConfigError(
+                f"mode={mode}: the server is paused, so the requests in flight do not finish. Use "
+                "mode recompute or keep, or POST /resume first."
+            )
+        self.engine.update_weights(path, mode=mode)
+        return {"weight_version": self.engine.weight_version}
 
     def _shutdown(self) -> dict[str, Any]:
         self._is_stopped = True
