@@ -52,7 +52,8 @@ class TrainingWeights:
     """The weights of a training mesh, or of any other ranks that hold shards of the model."""
 
     entries: Sequence[CheckpointEntry]
-    """Shards of this rank; those with the role `param` are sent. Replicas share the sending."""
+    """Shards of this rank, as for a checkpoint; those with the role `param` are sent, in their
+    dtype. For an engine with a wider dtype pass the master weights under this role."""
 
     group: Group
     """All ranks that train or generate. Those without an engine call `send_weights`."""

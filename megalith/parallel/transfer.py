@@ -35,13 +35,23 @@ def execute_transfers(
             if transfer.receiver == group.rank:
                 _select(targets[name][transfer.target_index], transfer.target).copy_(source)
             else:
-                part = source.contiguous()
-                start_send(part, group, transfer.receiver, tag=TRANSFER_TAG).wait()
+                _send(source, group, transfer.receiver)
         elif transfer.receiver == group.rank:
             target = _select(targets[name][transfer.target_index], transfer.target)
-            buffer = torch.empty(target.shape, dtype=dtypes[name], device=target.device)
-            start_receive(buffer, group, transfer.sender, tag=TRANSFER_TAG).wait()
-            target.copy_(buffer)
+            _receive(target, dtypes[name], group, transfer.sender)
+
+
+def _send(source: Tensor, group: Group, receiver: int) -> None:
+    """Send a tensor, and free its contiguous copy."""
+    part = source.contiguous()
+    start_send(part, group, receiver, tag=TRANSFER_TAG).wait()
+
+
+def _receive(target: Tensor, dtype: torch.dtype, group: Group, sender: int) -> None:
+    """Receive a tensor in the dtype of the sender, and free the buffer."""
+    buffer = torch.empty(target.shape, dtype=dtype, device=target.device)
+    start_receive(buffer, group, sender, tag=TRANSFER_TAG).wait()
+    target.copy_(buffer)
 
 
 def _select(values: Tensor, box: Box) -> Tensor:

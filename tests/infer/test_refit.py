@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
+from megalith.config.model import MTPConfig
 from megalith.config.serve import CacheConfig, EngineConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import convert
@@ -23,7 +24,7 @@ from megalith.infer.outputs import RequestOutput
 from megalith.infer.refit import TrainingWeights, UpdateMode, WeightUpdater
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.parallel.group import single_rank_group
-from tests.infer.engines import SAMPLED, build, check_logprobs, run
+from tests.infer.engines import SAMPLED, build, check_logprobs, count_accepted, run
 from tests.infer.lora_folders import save_adapter
 from tests.infer.test_load import save
 
@@ -165,6 +166,41 @@ def test_prefix_cache_is_emptied_by_an_update(
     assert again.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_drafts_are_verified_with_the_new_weights(method: str, tiny: SimpleNamespace) -> None:
+    """MTP layers are updated with the model; a draft model keeps its weights."""
+    config = tiny.config(mtp=MTPConfig(num_layers=method == "mtp"))
+    old, new = (tiny.model(config, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(0.8)
+    draft_model = tiny.model(tiny.config(), dtype=torch.float64)
+    before = weights_of(draft_model)
+    drafts: dict[str, Any] = {"speculation": "mtp"}
+    if method == "draft_model":
+        drafts = {"draft_model": draft_model}
+    engine = build(old, max_num_seqs=4, **drafts)
+    outputs = start(engine, 4)
+    engine.update_weights(weights_of(new), mode="recompute")
+    finish(engine)
+    for output in outputs:
+        (completion,) = output.outputs
+        (_, start_version), (boundary, _) = completion.weight_versions
+        assert start_version == 0 and len(completion.token_ids) == 20
+        tail = replace(
+            completion,
+            token_ids=completion.token_ids[boundary:],
+            logprobs=completion.logprobs[boundary:],
+        )
+        ids = [*output.prompt_token_ids, *completion.token_ids[:boundary]]
+        check_logprobs(new, RequestOutput(0, ids, [tail], output.timings))
+    assert count_accepted(engine)[0] > 0
+    updated, expected = weights_of(old), weights_of(new)
+    assert all(torch.equal(updated[name], expected[name]) for name in expected)
+    assert any(name.startswith("mtp.") for name in expected) == (method == "mtp")
+    assert all(torch.equal(each, before[name]) for name, each in weights_of(draft_model).items())
+
+
 # --- sources
 
 
@@ -289,6 +325,21 @@ def test_unknown_mode_is_rejected(pair: tuple[Decoder, Decoder]) -> None:
         match="mode='dran': there is no such mode of weight updates. Did you mean drain",
     ):
         engine.update_weights(weights_of(pair[1]), mode=mode)
+
+
+def test_mtp_layers_that_are_not_loaded_are_not_updated(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(vocab_size=300, mtp=MTPConfig(num_layers=1)))
+    old, new = (
+        save_scaled(tmp_path / name, model, scale) for name, scale in (("old", 1.0), ("new", 0.7))
+    )
+    llm = LLM(old, config=config_of())
+    assert not llm.generator.model.config.mtp.num_layers
+    for source in (new, weights_of(model, scale=0.7)):
+        llm.update_weights(source)
+        updated, expected = weights_of(llm.generator.model), weights_of(model, scale=0.7)
+        assert all(torch.allclose(each, expected[name]) for name, each in updated.items())
 
 
 def test_int8_engine_is_not_updated_from_a_mesh(runs: tuple[Path, Path]) -> None:

@@ -1,5 +1,6 @@
 """Weights go from a training mesh into engines of other layouts, without gathering a tensor."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,54 +15,43 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import CapacityConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.serve import CacheConfig, EngineConfig, InferenceParallelConfig
+from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError
-from megalith.hf.release import release_run
 from megalith.infer.load import (
     build_engine,
     build_generation_mesh,
+    find_expert_peers,
     generation_layout,
     load_text_generator,
     open_source,
 )
 from megalith.infer.refit import TrainingWeights, send_weights
-from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel import transfer
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
-from megalith.plan.shards import is_first_replica, shard_rows
 from megalith.testing.ranks import run_ranks, world_group
+from megalith.testing.tiny import tiny_run
+from megalith.train.trainer import build_trainer, checkpoint_entries
 from tests.infer.engines import SAMPLED, build, run
 from tests.infer.test_load import save
 
+CPU = torch.device("cpu")
 PROMPTS = [[5, 17, 36, 3, 14], [8], list(range(1, 12))]
 
 
-def build_trained(
-    config: ModelConfig, make: Any, rank: int, layout: ParallelConfig
-) -> tuple[Decoder, Mesh]:
-    """A model of the training mesh whose weights differ from the initial ones."""
-    mesh = build_mesh(model_grid(layout, config, 4), rank=rank)
-    model = make(config, mesh, dtype=torch.float32)
+def build_trained(run: TrainRun, rank: int, world: int) -> list[CheckpointEntry]:
+    """The entries of a trainer whose weights differ from the initial ones."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, CPU)
+    entries = checkpoint_entries(trainer)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.7)
-    return model, mesh
-
-
-def list_shards(model: Decoder, mesh: Mesh, *, is_flat: bool) -> list[CheckpointEntry]:
-    """The shards of a rank; `is_flat`: data-parallel ranks hold different rows, as with ZeRO."""
-    entries = []
-    for spec, module, name in iter_parameter_specs(model):
-        shard, tensor = spec.shard, getattr(module, name).detach()
-        if is_flat:
-            shard = shard_rows(shard, mesh.dp.rank, mesh.dp.size, ("dp_shard",))
-            assert shard.flat is not None
-            tensor = tensor.reshape(-1)[slice(*shard.flat)].clone()
-        is_writer = not is_flat and is_first_replica(spec.shard, mesh.coordinates)
-        entries.append(CheckpointEntry(shard, "param", tensor, is_writer))
+        for entry in entries:
+            entry.tensor.mul_(0.7)
     return entries
 
 
@@ -77,17 +67,14 @@ def find_peak(profiled: profile) -> int:
 
 
 def update_on_a_rank(
-    rank: int, world: int, config: ModelConfig, make: Any, folder: Path, tp: int, layout: Any
+    rank: int, world: int, training: TrainRun, make: Any, folder: Path, tp: int
 ) -> tuple[Any, ...]:
     """Update an engine with `tp` ranks; returns whether its weights are those of the checkpoint,
-    the bytes of the messages, the peak of allocated memory, and generated tokens."""
+    the bytes of the messages, the peak of allocated memory, and the generated tokens."""
     group = world_group(rank, world, "world")
-    parallel, is_flat = layout
-    trained, mesh = build_trained(config, make, rank, parallel)
-    text = dump_yaml(release_run("tiny", config, TokenizerConfig(), folder))
-    entries = list_shards(trained, mesh, is_flat=False)
-    path = save_checkpoint(folder, 1, entries, {}, group, config_text=text).path
-    source = TrainingWeights(list_shards(trained, mesh, is_flat=is_flat), group)
+    config, entries = training.model, build_trained(training, rank, world)
+    path = save_checkpoint(folder, 1, entries, {}, group, config_text=dump_yaml(training)).path
+    source = TrainingWeights(entries, group)
     sizes: list[int] = []
     start_send = transfer.start_send
 
@@ -127,23 +114,35 @@ def update_on_a_rank(
     return is_equal, sizes, find_peak(profiled), [each.outputs[0] for each in outputs]
 
 
-TP_DP = (ParallelConfig(tp=2), False)
-LAYOUTS: dict[str, tuple[ParallelConfig, bool]] = {
-    "tp 2 x dp 2": TP_DP,
-    "zero": (ParallelConfig(tp=2), True),
+LAYOUTS = {
+    "tp 2 x dp 2": ParallelConfig(tp=2, dp=2),
+    "zero 1": ParallelConfig(tp=2, dp=2, zero=1),
+    "zero 3": ParallelConfig(tp=2, dp=2, zero=3),
+    "tp 2 x pp 2": ParallelConfig(tp=2, pp=2),
+    "experts": ParallelConfig(tp=2, dp=2, ep=2, etp=1),
 }
 
 
+def slow(*values: object) -> Any:
+    """Parameters of tests that `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("tp", [1, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tp 2 x dp 2", "zero 3", *map(slow, ("zero 1", "tp 2 x pp 2", "experts"))]
+)
 def test_training_mesh_updates_engines_of_other_layouts(
     layout: str, tp: int, tiny: SimpleNamespace, tmp_path: Path
 ) -> None:
-    config = tiny.config(vocab_size=512, num_heads=4, hidden_size=64, ffn_hidden_size=48)
-    results = run_ranks(update_on_a_rank, 4, config, tiny.model, tmp_path, tp, LAYOUTS[layout])
-    largest = max(
-        parameter.nbytes for parameter in tiny.model(config, dtype=torch.float32).parameters()
-    )
+    training = tiny_run({"model.vocab_size": 1000, "model.hidden_size": 48})
+    training = replace(training, parallel=LAYOUTS[layout])
+    if layout == "experts":
+        moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
+        training = replace(training, model=replace(training.model, moe=moe))
+    results = run_ranks(update_on_a_rank, 4, training, tiny.model, tmp_path, tp)
+    model = tiny.model(training.model, dtype=torch.float32)
+    largest = max(parameter.nbytes for parameter in model.parameters())
     for is_equal, sizes, peak, completions in results:
         assert is_equal
         # halves or less: no tensor that the training mesh shards is gathered
@@ -167,7 +166,10 @@ def reject_on_a_rank(
     group = world_group(rank, world, "world")
     mesh = build_mesh(model_grid(ParallelConfig(tp=2), config, 2), rank=rank)
     trained = make(config, mesh, dtype=torch.float32)
-    entries = list_shards(trained, mesh, is_flat=False)
+    entries = [
+        CheckpointEntry(spec.shard, "param", getattr(module, name).detach())
+        for spec, module, name in iter_parameter_specs(trained)
+    ]
     if damage == "missing":
         entries = entries[1:]
     elif damage == "nan" and rank == 1:
@@ -215,7 +217,7 @@ def update_from_path(
     if world > 1:
         mesh = build_generation_mesh(source.model, parallel, rank=rank, world=world)
     generator = load_text_generator(
-        source, mesh, torch.device("cpu"), torch.float64, config=config, parallel=parallel
+        source, mesh, CPU, torch.float64, config=config, parallel=parallel
     )
     engine = build_engine(generator, config)
     outputs = [engine.output_of(engine.add_request(prompt, SAMPLED)) for prompt in PROMPTS]
@@ -251,3 +253,44 @@ def test_ranks_update_from_a_path_as_one_process(
     for tokens, versions in first[:3]:
         (start, zero), (boundary, one) = versions
         assert (start, zero, one) == (0, 0, 1) and 1 <= boundary < len(tokens) == 20
+
+
+def drain_on_a_rank(
+    rank: int, world: int, config: ModelConfig, make: Any, weights: dict[str, Tensor]
+) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Update an engine that shares experts with one that has another number of requests."""
+    layout = generation_layout(config, world, InferenceParallelConfig(dp=2))
+    mesh = build_mesh(model_grid(layout, config, world), rank=rank)
+    model = make(config, mesh, parallel=layout, dtype=torch.float64)
+    engine = build(model, expert_peers=find_expert_peers(layout, mesh), max_num_seqs=4)
+    requests = [(prompt, SAMPLED) for prompt in (PROMPTS if rank == 0 else PROMPTS[:1])]
+    numbers = [engine.add_request(*request) for request in requests]
+    outputs = [engine.output_of(number) for number in numbers]
+    for _ in range(3):
+        engine.step()
+    if rank == 1:
+        engine.abort(numbers[0])  # it is drained at once, and rank 0 is not
+    engine.update_weights(weights)
+    outputs += run(engine, requests)
+    return [(each.outputs[0].token_ids, each.outputs[0].weight_versions) for each in outputs]
+
+
+def test_ranks_that_share_experts_drain_together(tiny: SimpleNamespace) -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7, capacity=CapacityConfig())
+    config = tiny.config(moe=moe)
+    model = tiny.model(config, dtype=torch.float64)
+    weights = {
+        spec.shard.name: getattr(module, name).detach().reshape(spec.shard.shape) * 0.7
+        for spec, module, name in iter_parameter_specs(model)
+    }
+    requests = [(prompt, SAMPLED) for prompt in PROMPTS]
+    engine = build(model)
+    expected = [each.outputs[0].token_ids for each in run(engine, requests)]
+    engine.update_weights(weights)
+    updated = [each.outputs[0].token_ids for each in run(engine, requests)]
+    first, second = run_ranks(drain_on_a_rank, 2, config, tiny.model, weights)
+    assert first == [
+        *((tokens, [(0, 0)]) for tokens in expected),
+        *((tokens, [(0, 1)]) for tokens in updated),
+    ]
+    assert second[1] == (updated[0], [(0, 1)])
