@@ -58,9 +58,14 @@ def generate(engine: InferenceEngine) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def start(engine: InferenceEngine, steps: int) -> list[RequestOutput]:
-    """Add the prompts and execute some steps."""
-    numbers = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS]
+def start(
+    engine: InferenceEngine, steps: int, lengths: tuple[int, int, int] = (20, 20, 20)
+) -> list[RequestOutput]:
+    """Add the prompts, which generate `lengths` tokens, and execute some steps."""
+    numbers = [
+        engine.add_request(prompt, replace(SAMPLED, max_new_tokens=length))
+        for prompt, length in zip(PROMPTS, lengths, strict=True)
+    ]
     outputs = [engine.output_of(number) for number in numbers]
     for _ in range(steps):
         engine.step()
@@ -82,15 +87,15 @@ def test_drain_finishes_the_requests_that_have_started_with_the_old_weights(
     old, new = pair
     expected, expected_new = generate(build(old)), generate(build(new))
     assert expected != expected_new
-    engine = build(old, max_num_seqs=2)  # the third prompt waits
+    engine = build(old, max_num_seqs=2)  # the third prompt waits, also when the second one ends
     pointers = storages(old)
-    outputs = start(engine, 3)
+    outputs = start(engine, 3, (20, 12, 20))
     engine.update_weights(weights_of(new), mode="drain")
     assert [output.finished for output in outputs] == [True, True, False]
     assert engine.weight_version == 1 and storages(old) == pointers
     assert finish(engine).count(0) == 20 - 3  # those generated during the update are returned too
     tokens = [output.outputs[0].token_ids for output in outputs]
-    assert tokens == [*expected[:2], expected_new[2]]
+    assert tokens == [expected[0], expected[1][:12], expected_new[2]]
     versions = [output.outputs[0].weight_versions for output in outputs]
     assert versions == [[(0, 0)], [(0, 0)], [(0, 1)]]
 
