@@ -134,9 +134,7 @@ class EngineServer:
             if self._can_step:
                 self._step()
             if self._updates and self.engine.is_drained:
-                for call in self._updates:
-                    self.send(Reply(call.call_id, self._execute(call.command, call.arguments)))
-                self._updates = []
+                self._finish_updates()
             if self._drains and not self.engine.has_unfinished and not self._compiling:
                 for call_id in self._drains:
                     self.send(Reply(call_id, {}))
@@ -424,6 +422,13 @@ class EngineServer:
             )
         self.engine.update_weights(path, mode=mode)
         return {"weight_version": self.engine.weight_version}
+
+    def _finish_updates(self) -> None:
+        """Make the weight updates that waited for requests in flight, and answer them."""
+        for call in self._updates:
+            self.send(Reply(call.call_id, self._execute(call.command, call.arguments)))
+        self._updates = []
+        self.engine.scheduler.holds_new = False  # also if they failed
 
     def _shutdown(self) -> dict[str, Any]:
         self._is_stopped = True

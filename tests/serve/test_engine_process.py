@@ -255,6 +255,19 @@ def test_requests_that_arrive_during_a_drained_update_start_after_it(
     assert order == [1] * 39 + [Reply(2, {"weight_version": 1})] + [3] * 3
 
 
+def test_held_requests_start_after_an_update_that_failed(peer: Peer) -> None:
+    peer.send(request(1, max_new_tokens=40))
+    assert isinstance(peer.receive(), StepOutputs)
+    peer.send(EngineCall(2, "update_weights", {"path": "runs/absent", "mode": "drain"}))
+    peer.send(request(3))
+    message = peer.receive()
+    while not isinstance(message, Reply):
+        message = peer.receive()
+    assert message.result["status"] == 400 and "no such folder" in message.result["error"]
+    prompt, updates = peer.read_request()
+    assert prompt.request_id == 3 and len(updates) == 3
+
+
 def test_paused_engine_does_not_drain(peer: Peer, new_run: Path) -> None:
     peer.send(request(1, max_new_tokens=200))
     assert isinstance(peer.receive(), StepOutputs)
