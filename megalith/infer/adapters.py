@@ -107,6 +107,16 @@ class AdapterManager:
         """Return the SHA-256 of the weights of each adapter, by name."""
         return {name: named.fingerprint for name, named in self._names.items()}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no adapter is loaded, and no request in flight has one."""
+        return not self._names and not self._in_memory
+
+    def set_source(self, source: Pretrained) -> None:
+        """Set the present weights of the model, with which later adapters are compared."""
+        self._source = source
+        self.__dict__.pop("_base_fingerprint", None)
+
     def load(self, name: str, path: str) -> None:
         """Load an adapter, or replace the weights of a name. Collective over the ranks.
 

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from megalith.config.generation import SamplingParams, sampling_problems
-from megalith.config.model import ModelConfig
 from megalith.config.serve import EngineConfig, Pooling
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError, raise_all
+from megalith.errors import CheckpointError, ConfigError, DataError, raise_all
 from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import (
@@ -33,6 +33,19 @@ from megalith.infer.outputs import (
     TokenOutput,
 )
 from megalith.infer.pooling import HiddenStatePooler
+from megalith.infer.refit import (
+    UpdateMode,
+    WeightReading,
+    WeightSource,
+    WeightUpdater,
+    check_update_mode,
+)
+from megalith.infer.request_checks import (
+    check_prompt,
+    pooling_problems,
+    rope_constraints,
+    text_problems,
+)
 from megalith.infer.requests import (
     ChoiceProgress,
     DraftedRow,
@@ -54,7 +67,6 @@ from megalith.infer.structured_output import (
     GrammarCompiler,
     GrammarError,
 )
-from megalith.kernels.rope import rope_length
 from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.plan.keys import key
 from megalith.plan.serving.prefix_cache import compute_salt
@@ -112,10 +124,11 @@ class InferenceEngine:
         callbacks: Sequence[EngineCallback] = (),
         speculator: Speculator | None = None,
         dp: Group = SINGLE_RANK,
+        updater: WeightUpdater | None = None,
     ) -> None:
         """`max_model_len`: maximum number of tokens of a sequence; `eos_token_ids`: tokens that end
         a text; without a tokenizer outputs have no text; without a speculator there are no draft
-        tokens."""
+        tokens; `updater`: of the weights, by default for a model on one rank."""
         model = runner.model
         if model.training:
             logger.warning("the model is in training mode; it is switched to evaluation mode")
@@ -135,6 +148,11 @@ class InferenceEngine:
         self.start_round()
         self._in_flight: deque[InFlightStep] = deque()
         """Executed steps whose sampled tokens are not appended yet, oldest first."""
+        self.weight_version = 0
+        """Number of weight updates so far."""
+        self._updater = WeightUpdater(model) if updater is None else updater
+        self._outputs: list[TokenOutput] = []
+        """Outputs during a weight update, which the next step returns."""
         self._requests: dict[int, Request] = {}
         self._choices: dict[int, RequestChoice] = {}
         """By sequence number, under which the scheduler knows a choice."""
@@ -144,7 +162,7 @@ class InferenceEngine:
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running, or a step of ended ones is in flight; also of
         the ranks that share experts."""
-        return bool(self._requests or self._in_flight or self._any_rank_is_busy)
+        return bool(self._requests or self._in_flight or self._outputs or self._any_rank_is_busy)
 
     def add_request(
         self,
@@ -167,10 +185,13 @@ class InferenceEngine:
 
         Raises:
             ConfigError: the sampling parameters are invalid, or the engine holds no adapters.
-            CheckpointError: the adapter was evicted, and its files were changed or removed.
+            CheckpointError: the adapter was evicted, and its files were changed or removed; or a
+                weight update failed in the middle.
             DataError: the prompt is empty, too long, or has unknown ids; or nothing follows the
                 progress.
         """
+        if self._updater.error is not None:
+            raise CheckpointError(self._updater.error)
         problems = sampling_problems(params, vocab_size=self.model_config.vocab_size)
         problems = problems or text_problems(params, self._tokenizer)
         problems += pooling_problems(params, pooling)
@@ -253,6 +274,91 @@ class InferenceEngine:
             )
         return self.runner.adapters
 
+    # --- weight updates
+
+    def update_weights(self, source: WeightSource, *, mode: UpdateMode = "drain") -> None:
+        """Replace the weights in place and empty the prefix cache. Requests in flight finish with
+        the old weights first (`drain`), or continue with the new ones (`recompute`, `keep`); those
+        that have not started wait. The next step returns the tokens generated meanwhile.
+
+        Collective over the ranks that share the model, and over those of a training mesh. The new
+        weights are checked first. If they cannot be read any more after that, the old ones are read
+        again from their files; if that fails too, all requests fail until the next update.
+
+        Raises:
+            CheckpointError: on every rank: the new weights cannot be used.
+            ConfigError: the mode is unknown, or adapters are loaded.
+        """
+        check_update_mode(mode)
+        self._check_adapters_allow(source)
+        update = self._updater.prepare(source)
+        if mode == "drain":
+            self._finish_requests()
+        else:
+            self._finish_steps()
+        try:
+            self._updater.write(update)
+        except BaseException:
+            if self._updater.error is not None:
+                for request in list(self._requests.values()):
+                    self._outputs += self._end_request(request, "error", error=self._updater.error)
+            raise
+        self.weight_version += 1
+        self.scheduler.reset_prefix_cache()
+        if mode == "recompute":
+            self._recompute_requests()
+        if self.runner.adapters is not None and isinstance(update, WeightReading):
+            assert update.source is not None, "checked by _check_adapters_allow"
+            self.runner.adapters.set_source(update.source)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no request has started and is unfinished."""
+        return not self.scheduler.has_started and not self._in_flight
+
+    def _check_adapters_allow(self, source: WeightSource) -> None:
+        adapters = self.runner.adapters
+        if adapters is None:
+            return
+        if not adapters.is_empty:
+            raise ConfigError(
+                f"max_adapters={self.config.max_adapters}: adapters are loaded or in use, which "
+                "belong to the old weights. Unload them, update the weights when their requests "
+                "are finished, and load adapters of the new weights."
+            )
+        if not isinstance(source, str | Path):
+            raise ConfigError(
+                f"max_adapters={self.config.max_adapters}: adapters are compared with the files of "
+                "the weights. Update from a path, or set max_adapters to 0."
+            )
+
+    def _finish_requests(self) -> None:
+        """Execute steps until the requests that have started are finished, on all ranks that share
+        experts."""
+        self.scheduler.holds_new = True
+        try:
+            while self.runner.is_any_rank_busy(not self.is_drained):
+                self._outputs = self.step()
+        finally:
+            self.scheduler.holds_new = False
+
+    def _finish_steps(self) -> None:
+        """Finish the steps in flight."""
+        while self._in_flight:
+            self._finish_step(self._in_flight.popleft(), self._outputs)
+
+    def _recompute_requests(self) -> None:
+        """Process all tokens of the requests in flight again. Log-probs and hidden states of
+        prompts that are not complete start anew."""
+        self.scheduler.preempt_all()
+        for request in self._requests.values():
+            if request.output.prompt_logprobs and not request.output.outputs[0].token_ids:
+                request.output.prompt_logprobs.clear()
+            if request.pooler is not None:
+                request.pooler = HiddenStatePooler(request.pooler.pooling)
+
+    # --- steps
+
     def step(self) -> list[TokenOutput]:
         """Execute one step; returns the generated tokens. Without anything to schedule it returns
         at once. Pipeline stages start a step, and return the tokens of an earlier one. Ranks that
@@ -261,7 +367,8 @@ class InferenceEngine:
         An error fails the requests whose rows caused it, or all of the step if it is not known
         which; the others continue.
         """
-        outputs = self._expire()
+        outputs, self._outputs = self._outputs, []
+        outputs += self._expire()
         is_started = self._start_step(outputs)
         if self._in_flight and not (is_started and len(self._in_flight) < self.runner.num_stages):
             self._finish_step(self._in_flight.popleft(), outputs)
@@ -788,6 +895,7 @@ class InferenceEngine:
             sampled.logprobs,
             stop.finish,
             stop.stop_reason,
+            weight_version=self.weight_version,
         )
         self._record(choice, output)
         if choice.counts is not None:
@@ -817,73 +925,3 @@ def deadline_error(deadline_s: float) -> str:
         f"deadline_s={deadline_s}: the request was not finished in time. Use a longer deadline, or "
         "fewer tokens."
     )
-
-
-def rope_constraints(model: ModelConfig, max_total_tokens: int) -> tuple[int | None, bool]:
-    """Return the length at which the cache of a sequence is computed again (LongRoPE), and whether
-    the rotary frequencies of its tokens depend on the length at which they are processed (dynamic
-    NTK). Neither applies to sequences of the original context length."""
-    if model.positions != "rope" or rope_length(model.rope, max_total_tokens) == 0:
-        return None, False
-    if model.rope.scaling == "longrope":
-        return model.rope.original_max_position + 1, False
-    return None, True
-
-
-def text_problems(params: SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a message for every parameter that needs a tokenizer, if there is none."""
-    if tokenizer is not None:
-        return []
-    problems = [
-        f"{name}={list(value)}: the model has no tokenizer. Use stop_token_ids or "
-        "allowed_token_ids."
-        for name, value in (("stop", params.stop), ("bad_words", params.bad_words))
-        if value
-    ]
-    if params.structured_outputs is not None:
-        problems.append(
-            "structured_outputs: the model has no tokenizer, so its output has no text. Use "
-            "allowed_token_ids."
-        )
-    return problems
-
-
-def pooling_problems(params: SamplingParams, pooling: Pooling | None) -> list[str]:
-    """Return a message for every parameter that an embedding does not have."""
-    if pooling is None:
-        return []
-    required = {"max_new_tokens": 0, "n": 1, "prompt_logprobs": None}
-    return [
-        f"{name}={getattr(params, name)} with pooling={pooling}: an embedding has no tokens and no "
-        f"log-probs. Set {name} to {value}."
-        for name, value in required.items()
-        if getattr(params, name) != value
-    ]
-
-
-def check_prompt(
-    prompt_token_ids: Sequence[int],
-    model: ModelConfig,
-    max_model_len: int,
-    params: SamplingParams,
-) -> None:
-    """Check that the model can process a prompt and generate at least one token, or score it.
-
-    Raises:
-        DataError: it is empty, too long, or has unknown ids.
-    """
-    length = len(prompt_token_ids)
-    if not length:
-        raise DataError(f"the prompt has {length} tokens: pass at least one.")
-    longest = max_model_len - (params.max_new_tokens != 0)
-    if length > longest:
-        raise DataError(
-            f"the prompt has {length} tokens, but the context is {max_model_len} tokens including "
-            f"new ones. Use a prompt of at most {longest} tokens."
-        )
-    unknown = [token for token in prompt_token_ids if not 0 <= token < model.vocab_size]
-    if unknown:
-        raise DataError(
-            f"the prompt has token {unknown[0]}, but the ids of the model are below "
-            f"{model.vocab_size}. Use the tokenizer that the model was trained with."
-        )

@@ -31,6 +31,7 @@ from megalith.infer.load import (
     open_source,
 )
 from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.refit import UpdateMode, WeightSource
 from megalith.infer.stopping_criteria import add_turn_end
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -154,6 +155,16 @@ class LLM:
             DataError: there is none of this name.
         """
         self.engine.unload_adapter(name)
+
+    def update_weights(self, source: WeightSource, *, mode: UpdateMode = "drain") -> None:
+        """Replace the weights by those of a checkpoint, a Hugging Face folder, full tensors by
+        parameter name, or a training mesh; see `InferenceEngine.update_weights`.
+
+        Raises:
+            CheckpointError: the new weights cannot be used.
+            ConfigError: the mode is unknown, or adapters are loaded.
+        """
+        self.engine.update_weights(source, mode=mode)
 
     def _run(
         self,
@@ -417,6 +428,11 @@ class AsyncLLM:
     async def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter; its requests in flight finish. See `LLM.unload_adapter`."""
         await self._call(partial(self.engine.unload_adapter, name))
+
+    async def update_weights(self, source: WeightSource, *, mode: UpdateMode = "drain") -> None:
+        """Replace the weights between two steps; `drain`: streams continue after the update. See
+        `LLM.update_weights`."""
+        await self._call(partial(self.engine.update_weights, source, mode=mode))
 
     async def _call(self, call: Callable[[], None]) -> None:
         """Run a call on the engine's thread, between two steps, and raise its error."""

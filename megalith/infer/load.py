@@ -61,6 +61,7 @@ from megalith.infer.quantize import (
     load_int8_weights,
     set_int8_dtype,
 )
+from megalith.infer.refit import WeightUpdater
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
     NUM_DRAFT_TOKENS,
@@ -556,6 +557,7 @@ def build_engine(
             callbacks=callbacks,
             speculator=build_speculator(generator, config, runner, draft_plan),
             dp=generator.dp,
+            updater=WeightUpdater(model, generator.ranks, generator.source),
         )
 
     if config.batch_invariant:

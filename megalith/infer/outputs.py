@@ -40,6 +40,9 @@ class TokenOutput:
     is_request_error: bool = False
     """Whether the parameters of the request are the cause of the error."""
 
+    weight_version: int = 0
+    """Number of weight updates before the token was sampled."""
+
 
 @dataclass(slots=True)
 class Completion:
@@ -51,6 +54,10 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probs at each token, if requested."""
 
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    """(index, version): this token and those up to the next entry were sampled by this version of
+    the weights."""
+
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -59,6 +66,9 @@ class Completion:
     def add(self, output: TokenOutput) -> None:
         """Append an output of this choice."""
         if output.token is not None:
+            version = output.weight_version
+            if not self.weight_versions or self.weight_versions[-1][1] != version:
+                self.weight_versions.append((len(self.token_ids), version))
             self.token_ids.append(output.token)
         if output.logprobs is not None:
             self.logprobs.append(output.logprobs)

@@ -16,7 +16,7 @@ class HiddenStatePooler:
     """
 
     def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
+        self.pooling = pooling
         self._pooled: Tensor | None = None
         """Hidden state of the last token, or sum over the tokens so far, [h]."""
         self._num_tokens = 0
@@ -25,7 +25,7 @@ class HiddenStatePooler:
     @property
     def needs_all_tokens(self) -> bool:
         """Whether tokens that the prefix cache contains must be processed again."""
-        return self._pooling == "mean"
+        return self.pooling == "mean"
 
     def add(self, start: int, hidden: Tensor) -> None:
         """Add the hidden states [count, h] of the tokens from position `start`. A preempted request
@@ -34,9 +34,9 @@ class HiddenStatePooler:
         if not len(new):
             return
         self._num_tokens = start + len(hidden)
-        if self._pooling == "mean" and self._pooled is not None:
+        if self.pooling == "mean" and self._pooled is not None:
             new = torch.cat([self._pooled.unsqueeze(0), new])
-        self._pooled = new.cumsum(0)[-1] if self._pooling == "mean" else new[-1]
+        self._pooled = new.cumsum(0)[-1] if self.pooling == "mean" else new[-1]
 
     def embedding(self) -> list[float]:
         """Return the pooled hidden state, scaled to unit length.

@@ -92,7 +92,9 @@ def _load_matmul(quantized: QuantizedWeights, weights: Weights) -> None:
         CheckpointError: a weight is NaN or infinite.
     """
     values = stacked([getattr(quantized.module, name) for name in quantized.names])
-    scales = torch.empty(len(values), device=values.device)
+    scales = quantized.matmul_ops.scales
+    if len(scales) != len(values):  # in place for new weights of the same model
+        scales = torch.empty(len(values), device=values.device)
     first = 0
     for shard in quantized.shards:
         for box in iter_row_boxes(shard, PIECE_ELEMENTS):

@@ -152,6 +152,11 @@ class ModelRunner:
         busy, rows = flags.tolist()
         return bool(busy), bool(rows)
 
+    def is_any_rank_busy(self, is_busy: bool) -> bool:
+        """Return whether this rank or one that shares experts with it is busy. Collective."""
+        flag = torch.tensor([int(is_busy)])
+        return bool(all_reduce_max_(flag, self._expert_group).item())
+
     def close(self) -> None:
         """Wait until everything is sent to other stages, before the process group is destroyed."""
         if self._link is not None:

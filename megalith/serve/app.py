@@ -58,6 +58,7 @@ from megalith.serve.models import (
     restart_replica,
     resume,
     unload_lora_adapter,
+    update_weights,
 )
 from megalith.serve.responses import create_response
 from megalith.serve.sse import HEADERS, event, json_bytes
@@ -144,6 +145,12 @@ ENDPOINTS = (
         ("/v1/unload_lora_adapter",),
         unload_lora_adapter,
         "end serving an adapter, {lora_name} (--enable-admin)",
+    ),
+    Endpoint(
+        "POST",
+        ("/update_weights",),
+        update_weights,
+        "replace the weights, {path, mode} (--enable-admin)",
     ),
     Endpoint("POST", ("/abort",), abort, "end requests in flight (--enable-admin)"),
     Endpoint(

@@ -17,11 +17,12 @@ from megalith.config.generation import (
     StructuredOutputsParams,
     sampling_problems,
 )
-from megalith.errors import UserError
+from megalith.errors import ConfigError, UserError
 from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
 from megalith.infer.engine import InferenceEngine, deadline_error
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.refit import UpdateMode
 from megalith.infer.requests import ChoiceProgress
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
@@ -112,6 +113,8 @@ class EngineServer:
         """The engine's number by the client's."""
         self._drains: list[int] = []
         """Calls of drain to answer when no request is left."""
+        self._updates: list[EngineCall] = []
+        """Weight updates to make when the requests in flight are finished."""
         self._is_stopped = self._is_paused = False
         self._prefix_cache = engine.scheduler.cache.prefix_cache if reports_cache else None
         self._num_reports = 0
@@ -127,6 +130,7 @@ class EngineServer:
             "reset_prefix_cache": self._reset_prefix_cache,
             "load_adapter": self._load_adapter,
             "unload_adapter": self._unload_adapter,
+            "update_weights": self._update_weights,
             "pause": self._pause,
             "resume": self._resume,
             "shutdown": self._shutdown,
@@ -138,6 +142,8 @@ class EngineServer:
             self._receive()
             if self._can_step:
                 self._step()
+            if self._updates and self.engine.is_drained:
+                self._finish_updates()
             if self._drains and not self.engine.has_unfinished and not self._compiling:
                 for call_id in self._drains:
                     self.send(Reply(call_id, {}))
@@ -302,6 +308,9 @@ class EngineServer:
             case EngineCall(call_id, "drain", _):
                 self._drains.append(call_id)
                 self._is_paused = False  # the requests in flight finish
+            case EngineCall(_, "update_weights", {"mode": "drain"}) if self._can_step:
+                self.engine.scheduler.holds_new = True
+                self._updates.append(message)
             case EngineCall(call_id, command, arguments) if command in self._commands:
                 self.send(Reply(call_id, self._execute(command, arguments)))
             case _:
@@ -432,6 +441,22 @@ class EngineServer:
     def _unload_adapter(self, *, lora_name: str) -> dict[str, Any]:
         self.engine.unload_adapter(lora_name)
         return {}
+
+    def _update_weights(self, *, path: str, mode: UpdateMode) -> dict[str, Any]:
+        if mode == "drain" and not self.engine.is_drained:
+            raise ConfigError(
+                f"mode={mode}: the server is paused, so the requests in flight do not finish. Use "
+                "mode recompute or keep, or POST /resume first."
+            )
+        self.engine.update_weights(path, mode=mode)
+        return {"weight_version": self.engine.weight_version}
+
+    def _finish_updates(self) -> None:
+        """Make the weight updates that waited for requests in flight, and answer them."""
+        for call in self._updates:
+            self.send(Reply(call.call_id, self._execute(call.command, call.arguments)))
+        self._updates = []
+        self.engine.scheduler.holds_new = False  # also if they failed
 
     def _shutdown(self) -> dict[str, Any]:
         self._is_stopped = True

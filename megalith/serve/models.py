@@ -35,6 +35,7 @@ def _describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "root": model.adapter_path or model.info.path,
         "parent": None if model.adapter is None else state.check_ready().name,
         "max_model_len": model.info.max_model_len,
+        "weight_version": state.weight_version,
     }
 
 
@@ -163,6 +164,23 @@ async def unload_lora_adapter(state: ServerState, context: RequestContext) -> di
     await state.client.call("unload_adapter", {"lora_name": name})
     state.adapters.pop(name, None)
     return {"status": "ok"}
+
+
+async def update_weights(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /update_weights: replace the weights by those in a folder of the server, on all ranks.
+
+    Raises:
+        ApiError: 404, the control endpoints are off; 400, the fields are invalid, or the weights
+            cannot be used.
+    """
+    _check_admin(state, context)
+    state.check_ready()
+    path = _read_text(context.body, "path", "runs/rl")
+    mode = _read_text({"mode": "drain"} | context.body, "mode", "drain")
+    arguments = {"path": path, "mode": mode}
+    reply = await state.client.call("update_weights", arguments, timeout_s=None)
+    state.set_weights(path, reply["weight_version"])
+    return {"status": "ok", "weight_version": state.weight_version}
 
 
 def _read_text(body: Mapping[str, Any], name: str, example: str) -> str:

@@ -68,8 +68,8 @@ class EngineCall:
 
     call_id: int
     command: str
-    """reset_prefix_cache, load_adapter, unload_adapter, stats, metrics, list_blocks, pause, resume,
-    drain or shutdown."""
+    """reset_prefix_cache, load_adapter, unload_adapter, update_weights, stats, metrics,
+    list_blocks, pause, resume, drain or shutdown."""
 
     arguments: dict[str, Any] = field(default_factory=dict)  # JSON
 

@@ -34,6 +34,8 @@ class ServerState:
 
     texts: TokenTexts | None = None
     is_draining: bool = False
+    weight_version: int = 0
+    """Number of weight updates so far."""
 
     def set_model(self, info: ModelInfo) -> None:
         """Set the loaded model."""
@@ -41,6 +43,12 @@ class ServerState:
         self.texts = TokenTexts(self.model.tokenizer)
         for name, path in info.adapters.items():
             self.add_adapter(name, path)
+
+    def set_weights(self, path: str, version: int) -> None:
+        """Record the folder and the version of the present weights."""
+        assert self.model is not None, "its weights were updated"
+        self.weight_version = version
+        self.model = replace(self.model, info=replace(self.model.info, path=path))
 
     def add_adapter(self, name: str, path: str) -> None:
         """Serve a loaded LoRA adapter under its name."""

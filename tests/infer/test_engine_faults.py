@@ -19,7 +19,8 @@ from megalith.infer.runner import PromptOutputs
 from megalith.infer.sample import TokenCounts
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.packed import PackedSeqParams
-from megalith.models.decoder import Decoder
+from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.scheduler import Scheduler, StepPlan
 from tests.infer.engines import (
     SAMPLED,
@@ -185,6 +186,38 @@ def keep_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "complete", planted)
 
 
+def check_weight_update(model: Decoder) -> None:
+    """Requests after an update reuse no keys and values of the old weights: neither those of
+    finished requests, nor of one in flight that keeps its KV cache."""
+    prompts = [list(range(1, 14)), list(range(20, 33))]
+    new = {
+        spec.shard.name: getattr(module, name).detach().reshape(spec.shard.shape) * 0.8
+        for spec, module, name in iter_parameter_specs(model)
+    }
+    # chunks of 3 tokens, so that the first block of the running request is not full
+    engine = build(model, max_num_batched_tokens=3, max_num_seqs=2, min_prefill_chunk_tokens=1)
+    run(engine, [(prompts[0], SAMPLED)])
+    engine.add_request(prompts[1], SAMPLED)
+    engine.step()
+    engine.update_weights(new, mode="keep")
+    while engine.has_unfinished:
+        engine.step()
+    for output in run(engine, [(prompt, SAMPLED) for prompt in prompts]):
+        assert output.num_cached_tokens == 0
+        check_logprobs(model, output)
+
+
+def keep_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 24: after a weight update."""
+    monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self: None)
+
+
+def register_old_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 24: blocks of a running sequence enter the prefix cache after a weight update."""
+    reset = KVCacheManager.reset_prefix_cache
+    monkeypatch.setattr(KVCacheManager, "reset_prefix_cache", lambda self, running: reset(self, ()))
+
+
 FAULTS: dict[str, tuple[Plant, Callable[[Decoder], None]]] = {
     "token of a middle chunk emitted": (emit_token_of_a_middle_chunk, check_engine),
     "position restarted": (restart_positions, check_engine),
@@ -194,10 +227,12 @@ FAULTS: dict[str, tuple[Plant, Callable[[Decoder], None]]] = {
     "noise of the first choice": (key_noise_by_row, check_choices),
     "penalties count rejected drafts": (count_rejected_drafts, check_drafts),
     "cached length of rejected drafts": (keep_rejected_drafts, check_drafts),
+    "prefix cache kept after a weight update": (keep_the_prefix_cache, check_weight_update),
+    "old blocks registered after a weight update": (register_old_blocks, check_weight_update),
 }
 
 
-@pytest.mark.parametrize("check", [check_engine, check_choices, check_drafts])
+@pytest.mark.parametrize("check", [check_engine, check_choices, check_drafts, check_weight_update])
 def test_without_a_fault_the_checks_pass(
     check: Callable[[Decoder], None], tiny: SimpleNamespace
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megalith.errors import PlanError
 from megalith.plan.shards import Box
-from megalith.plan.transfer import plan_transfers
+from megalith.plan.transfer import plan_transfers, plan_weight_transfers
 
 
 def random_layout(rng: Random, shape: tuple[int, ...], num_ranks: int) -> list[list[Box]]:
@@ -53,6 +53,53 @@ def test_messages_move_a_tensor_between_random_layouts() -> None:
         for rank, boxes in enumerate(wanted):
             for result, box in zip(results[rank], boxes, strict=True):
                 assert (result == part_of(values, box)).all(), f"seed {seed}, rank {rank}"
+
+
+def test_every_element_of_several_parameters_is_copied_or_sent_once() -> None:
+    for seed in range(40):
+        rng = Random(seed)
+        num_ranks = rng.randint(1, 5)
+        shapes = {
+            name: tuple(rng.randint(1, 7) for _ in range(rng.randint(1, 3))) for name in "abc"
+        }
+        held: list[dict[str, list[Box]]] = [{} for _ in range(num_ranks)]
+        wanted: list[dict[str, list[Box]]] = [{} for _ in range(num_ranks)]
+        for layout in (held, wanted):
+            for name, shape in shapes.items():
+                for rank, boxes in enumerate(random_layout(rng, shape, num_ranks)):
+                    layout[rank][name] = boxes
+        values = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+        results = [
+            {
+                name: [np.full(part_of(values[name], box).shape, -1) for box in each]
+                for name, each in boxes.items()
+            }
+            for boxes in wanted
+        ]
+        for name, one in plan_weight_transfers(held, wanted, dict.fromkeys(shapes, 4)):
+            target = part_of(results[one.receiver][name][one.target_index], one.target)
+            source = part_of(values[name], held[one.sender][name][one.source_index])
+            assert (target == -1).all(), f"seed {seed}: an element of {name} is written twice"
+            target[...] = part_of(source, one.source)
+        for boxes, result in zip(wanted, results, strict=True):
+            for name, each in boxes.items():
+                for box, part in zip(each, result[name], strict=True):
+                    assert (part == part_of(values[name], box)).all(), f"seed {seed}"
+
+
+def test_replicas_send_equally_many_bytes_of_all_parameters() -> None:
+    boxes: dict[str, list[Box]] = {"a": [((0, 2),)], "b": [((0, 8),)], "c": [((0, 4),)]}
+    plan = plan_weight_transfers([boxes, boxes, {}], [{}, {}, boxes], {"a": 4, "b": 1, "c": 2})
+    assert [(name, one.sender) for name, one in plan] == [("a", 0), ("b", 1), ("c", 0)]
+    plan = plan_weight_transfers([boxes, boxes, {}], [{}, {}, boxes], {"a": 4, "b": 1, "c": 4})
+    assert [one.sender for _, one in plan] == [0, 1, 0]
+    plan = plan_weight_transfers([boxes, boxes, {}], [{}, {}, boxes], {"a": 8, "b": 1, "c": 4})
+    assert [one.sender for _, one in plan] == [0, 1, 1]
+
+
+def test_error_names_the_parameter_that_no_rank_holds() -> None:
+    with pytest.raises(PlanError, match="w: rank 0 needs the elements"):
+        plan_weight_transfers([{"w": [((0, 2),)]}], [{"w": [((0, 4),)]}], {"w": 4})
 
 
 def test_replicas_send_equally_much() -> None:

@@ -27,3 +27,9 @@ def server(run: Path) -> Iterator[Server]:
 def llm(run: Path) -> LLM:
     """The same model in this process."""
     return LLM(run)
+
+
+@pytest.fixture(scope="session")
+def new_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the same model with other weights."""
+    return make_run(tmp_path_factory.mktemp("serve") / "new", seed=2)

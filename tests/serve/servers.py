@@ -44,12 +44,16 @@ TOKENIZER = TokenizerConfig()
 
 
 def make_run(
-    folder: Path, config: ModelConfig = CONFIG, tokenizer: TokenizerConfig = TOKENIZER
+    folder: Path,
+    config: ModelConfig = CONFIG,
+    tokenizer: TokenizerConfig = TOKENIZER,
+    *,
+    seed: int = 1,
 ) -> Path:
     """Write a run with one checkpoint of random weights."""
     model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
-    initialize(model, seed=1)
+    initialize(model, seed=seed)
     entries = [
         CheckpointEntry(spec.shard, "param", getattr(module, name))
         for spec, module, name in iter_parameter_specs(model)

@@ -11,6 +11,8 @@ import httpx2
 import openai
 import pytest
 
+from megalith.config.generation import SamplingParams
+from megalith.infer.llm import LLM
 from megalith.serve.access import KeyLimiter
 from megalith.serve.errors import ApiError
 from tests.serve.servers import Server, running_server
@@ -127,6 +129,81 @@ def test_client_of_a_running_stream_gets_finish_reason_abort(controlled: Server)
         reasons = [chunk.choices[0].finish_reason for chunk in (first, *stream)]
     assert [reason for reason in reasons if reason] == ["abort"] * 32
     assert controlled.wait_idle()["kv_cache_usage_perc"] == 0
+
+
+# --- weight updates
+
+
+def complete(server: Server) -> str:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 12, "temperature": 0}
+    response = server.post(COMPLETIONS, body).raise_for_status()
+    return str(response.json()["choices"][0]["text"])
+
+
+def test_weights_are_updated_while_requests_wait(
+    controlled: Server, run: Path, new_run: Path
+) -> None:
+    expected = [complete(controlled)]
+    model = controlled.get("/v1/models").json()["data"][0]
+    assert model["weight_version"] == 0
+    reply = controlled.post("/update_weights", {"path": str(new_run)})
+    assert reply.json() == {"status": "ok", "weight_version": 1}
+    model = controlled.get("/v1/models").json()["data"][0]
+    assert (model["weight_version"], model["root"]) == (1, str(new_run))
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
+    (output,) = LLM(new_run).generate("abc", greedy)
+    expected.append(output.outputs[0].text)
+    assert complete(controlled) == expected[1] != expected[0]
+    body = {"path": str(run), "mode": "keep"}
+    assert controlled.post("/update_weights", body).json()["weight_version"] == 2
+    assert complete(controlled) == expected[0]
+
+
+def test_streams_in_flight_are_finished_before_a_drained_update(
+    controlled: Server, run: Path
+) -> None:
+    version = controlled.get("/v1/models").json()["data"][0]["weight_version"]
+    with openai.OpenAI(base_url=f"{controlled.url}/v1", api_key="one", max_retries=0) as client:
+        stream = client.completions.create(
+            model="tiny", prompt="x", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        updated = controlled.post("/update_weights", {"path": str(run)})
+        assert updated.json()["weight_version"] == version + 1
+        reasons = [chunk.choices[0].finish_reason for chunk in stream]
+    assert reasons[-1] == "length"
+
+
+def test_paused_server_updates_weights_without_draining(paused: Server, run: Path) -> None:
+    version = paused.get("/v1/models").json()["data"][0]["weight_version"]
+    thread, responses = send(paused, COMPLETIONS, prompt="x", max_tokens=5, ignore_eos=True)
+    # the request has not started, so there is nothing to finish
+    updated = paused.post("/update_weights", {"path": str(run)})
+    assert updated.json()["weight_version"] == version + 1
+    assert not responses
+    paused.post("/resume").raise_for_status()
+    thread.join(60)
+    assert responses[0].json()["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "path=None must be a text, such as 'runs/rl'"),
+        ({"path": "runs/none"}, "runs/none: no such folder"),
+        ({"path": "runs/rl", "mode": 1}, "mode=1 must be a text, such as 'drain'"),
+        ({"path": "runs/rl", "mode": "kep"}, "mode='kep': there is no such mode of weight updates"),
+    ],
+)
+def test_invalid_weight_updates_are_rejected(
+    controlled: Server, body: dict[str, Any], text: str
+) -> None:
+    controlled.wait_idle()
+    response = controlled.post("/update_weights", body)
+    assert response.status_code == 400 and text in response.json()["error"]["message"]
+
+
+# --- abort
 
 
 @pytest.mark.parametrize(

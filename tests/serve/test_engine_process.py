@@ -289,6 +289,53 @@ def test_replica_reports_the_blocks_of_its_prefix_cache(run: Path) -> None:
         peer.close()
 
 
+def test_requests_that_arrive_during_a_drained_update_start_after_it(
+    peer: Peer, new_run: Path
+) -> None:
+    peer.send(request(1, max_new_tokens=40))
+    assert isinstance(peer.receive(), StepOutputs)
+    peer.send(EngineCall(2, "update_weights", {"path": str(new_run), "mode": "drain"}))
+    peer.send(request(3))
+    order: list[object] = []
+    while len(order) < 42 + 1:
+        message = peer.receive()
+        if isinstance(message, StepOutputs):
+            order += [TokenUpdate(*item).request_id for item in message.updates]
+        else:
+            order.append(message)
+    assert order == [1] * 39 + [Reply(2, {"weight_version": 1})] + [3] * 3
+
+
+def test_held_requests_start_after_an_update_that_failed(peer: Peer) -> None:
+    peer.send(request(1, max_new_tokens=40))
+    assert isinstance(peer.receive(), StepOutputs)
+    peer.send(EngineCall(2, "update_weights", {"path": "runs/absent", "mode": "drain"}))
+    peer.send(request(3))
+    message = peer.receive()
+    while not isinstance(message, Reply):
+        message = peer.receive()
+    assert message.result["status"] == 400 and "no such folder" in message.result["error"]
+    prompt, updates = peer.read_request()
+    assert prompt.request_id == 3 and len(updates) == 3
+
+
+def test_paused_engine_does_not_drain(peer: Peer, new_run: Path) -> None:
+    peer.send(request(1, max_new_tokens=200))
+    assert isinstance(peer.receive(), StepOutputs)
+    peer.send(EngineCall(2, "pause"))
+    for mode in ("drain", "keep"):
+        arguments = {"path": str(new_run), "mode": mode}
+        peer.send(EngineCall(3, "update_weights", arguments))
+    replies: list[dict[str, Any]] = []
+    while len(replies) < 3:
+        message = peer.receive()
+        if isinstance(message, Reply):
+            replies.append(message.result)
+    assert replies[1]["status"] == 400
+    assert "mode=drain: the server is paused, so the requests in flight" in replies[1]["error"]
+    assert replies[2] == {"weight_version": 1}
+
+
 def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:
     peer.send(request(1, max_new_tokens=200))
     assert isinstance(peer.receive(), StepOutputs)

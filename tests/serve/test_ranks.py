@@ -31,11 +31,12 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("layout", [(), ("--parallel.pp", "2")])
 def test_two_ranks_serve_the_completions_of_one_process(
-    layout: tuple[str, ...], run: Path, server: Server
+    layout: tuple[str, ...], run: Path, new_run: Path, server: Server
 ) -> None:
     expected = server.post("/v1/completions", PROMPT).raise_for_status().json()["choices"]
     options = ("--nproc", "2", *layout, "--served-model-name", "tiny")
-    with running_server(run, *options) as ranks:
+    with running_server(run, *options, "--enable-admin", "--api-key", "one") as ranks:
+        ranks.client.headers["Authorization"] = "Bearer one"
         answers = [ranks.post("/v1/completions", PROMPT).raise_for_status() for _ in range(2)]
         for answer in answers:
             for choice, other in zip(answer.json()["choices"], expected, strict=True):
@@ -47,6 +48,13 @@ def test_two_ranks_serve_the_completions_of_one_process(
         with pytest.raises(httpx2.ReadTimeout):
             ranks.post("/v1/completions", PROMPT | {"max_tokens": 200}, timeout=0.05)
         assert ranks.wait_idle()["num_requests_running"] == 0
+        for path, version in ((new_run, 1), (run, 2)):
+            updated = ranks.post("/update_weights", {"path": str(path), "mode": "recompute"})
+            assert updated.json() == {"status": "ok", "weight_version": version}
+            texts = [
+                choice["text"] for choice in ranks.post("/v1/completions", PROMPT).json()["choices"]
+            ]
+            assert (texts == [choice["text"] for choice in expected]) == (path == run)
         assert ranks.stop() == 0, ranks.lines
 
 

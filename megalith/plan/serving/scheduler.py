@@ -191,6 +191,8 @@ class Scheduler:
         self._num_drafts = 0
         self._num_drafted: list[int] = []  # by position among the drafts of a row
         self._num_accepted: list[int] = []
+        self.holds_new = False
+        """Whether only sequences that have started are scheduled, so that these finish."""
         self._plan: StepPlan | None = None
         self._planned: list[SequenceState] = []  # states of the rows of _plan
         self._decodes: list[tuple[SequenceState, PlannedRow]] = []
@@ -383,6 +385,28 @@ class Scheduler:
         """
         self.cache.reset_prefix_cache(self._running)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a sequence has started and is not finished."""
+        return any(state.was_admitted for state in self._states.values())
+
+    def preempt_all(self) -> None:
+        """Release the blocks of all sequences: those that have started are prefilled again.
+
+        Raises:
+            RuntimeError: a plan is neither completed nor discarded.
+        """
+        if self._plan is not None:
+            raise RuntimeError("The previous plan is neither completed nor discarded.")
+        for state in self._running:
+            assert not state.awaits_token, "its sampled token would be appended to released blocks"
+            state.is_running = False
+            self.cache.release(state)
+            state.num_preemptions += 1
+            self._num_preemptions += 1
+            insort(self._waiting, state, key=_get_order)
+        self._running.clear()
+
     def make_stats(self) -> SchedulerStats:
         """Return the present load and the counters."""
         prefix_cache = self.cache.prefix_cache
@@ -480,24 +504,28 @@ class Scheduler:
 
         A sequence is preempted only by one before it, so planned rows are never withdrawn.
         """
-        running, waiting = self._running, self._waiting
-        admits = bool(waiting) and (self.config.batching == "continuous" or not running)
+        running = self._running
+        admits = self.config.batching == "continuous" or not running
+        state = self._find_candidate() if admits else None
         number = 0
         while len(self._decodes) + len(self._prefills) < self._max_rows:
-            if number < len(running) and not (admits and waiting[0].order < running[number].order):
-                state = running[number]
-                self._plan_running(state)
+            if number < len(running) and (state is None or running[number].order < state.order):
+                self._plan_running(running[number])
                 number += 1
-            elif admits:
-                state = waiting[0]
-                if self._admit(state):
-                    self._plan_chunk(state, is_reserved=False)
-                    number += 1
-                    admits = bool(waiting)
-                else:
-                    admits = False
-            else:
+            elif state is None:
                 return
+            elif self._admit(state):
+                self._plan_chunk(state, is_reserved=False)
+                number += 1
+                state = self._find_candidate()
+            else:
+                state = None
+
+    def _find_candidate(self) -> SequenceState | None:
+        """Return the first waiting sequence that may be admitted."""
+        if not self.holds_new:
+            return self._waiting[0] if self._waiting else None
+        return next((state for state in self._waiting if state.was_admitted), None)
 
     def _plan_running(self, state: SequenceState) -> None:
         start = state.num_computed_tokens
@@ -604,8 +632,8 @@ class Scheduler:
         self._preempted.append(state)
 
     def _admit(self, state: SequenceState) -> bool:
-        """Start the first waiting sequence if a row, budget and the blocks for all of its known
-        tokens are available; return whether it started.
+        """Start a waiting sequence if a row, budget and the blocks for all of its known tokens are
+        available; return whether it started. Those before it are held.
 
         To make room, it preempts sequences of a lower priority; if it is the first in the order of
         service, any.

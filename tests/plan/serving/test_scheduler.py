@@ -577,6 +577,42 @@ def test_reset_of_the_prefix_cache_also_excludes_running_sequences(
     assert spans(step(scheduler))[-1] == (2, num_hit, len(text) - num_hit)
 
 
+def test_held_sequences_wait_until_those_that_have_started_are_finished() -> None:
+    """A preempted sequence has started; one of a higher priority that arrives later waits."""
+    scheduler = Scheduler(replace(BASE, num_blocks=5, prefix_caching=False))
+    add(scheduler, 0, range(8), 20)
+    state = add(scheduler, 1, range(50, 58), 20)
+    while not state.num_preemptions:
+        step(scheduler)
+    add(scheduler, 2, [1], priority=-1)
+    scheduler.holds_new = True
+    assert [row.seq_id for row in step(scheduler).rows] == [0]
+    scheduler.finish(0)
+    assert [row.seq_id for row in step(scheduler).rows] == [1]
+    scheduler.finish(1)
+    assert not scheduler.has_started and not step(scheduler).rows
+    scheduler.holds_new = False
+    assert [row.seq_id for row in step(scheduler).rows] == [2]
+    assert scheduler.has_started
+
+
+def test_preempt_all_releases_all_blocks_and_prefills_again() -> None:
+    scheduler = Scheduler(BASE)
+    states = [add(scheduler, number, range(number, 9 + number)) for number in range(3)]
+    step(scheduler)
+    plan = scheduler.schedule()
+    with pytest.raises(RuntimeError, match="neither completed nor discarded"):
+        scheduler.preempt_all()
+    scheduler.discard(plan)
+    scheduler.reset_prefix_cache()
+    scheduler.preempt_all()
+    scheduler.check()
+    assert scheduler.make_stats().num_used_blocks == 0
+    assert scheduler.make_stats().num_preemptions == 3
+    assert spans(step(scheduler)) == [(number, 0, 10) for number in range(3)]
+    assert [state.num_preemptions for state in states] == [1, 1, 1]
+
+
 def test_fork_beyond_recompute_length_does_not_share_blocks() -> None:
     scheduler = Scheduler(BASE)
     add(scheduler, 0, range(10), recompute_length=11)
