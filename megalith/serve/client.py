@@ -9,7 +9,7 @@ tokens that the lost replica would have generated.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -192,8 +192,9 @@ class EngineClient:
         self._fingerprints: dict[str, bytes] = {}
         """SHA-256 of the weights of the adapters."""
         self._adapter_paths: dict[str, str | None] = {}
-        """Folders of the adapters that were loaded, or None if they were unloaded, since the
-        start."""
+        """Folders of the adapters that were loaded since the start; None: an adapter of the start
+        that was unloaded."""
+        self._adapter_lock = asyncio.Lock()
         self._is_paused = False
         self._changed = asyncio.Event()
         """Set, and replaced, when a request ends, or a replica is ready or lost."""
@@ -375,18 +376,44 @@ class EngineClient:
         """
         self.check_available()
         arguments = arguments or {}
-        calls = {
-            self._start_call(replica, command, arguments): replica
-            for replica in sorted(self.router.replicas)
-        }
+        if command in ("load_adapter", "unload_adapter"):
+            async with self._adapter_lock:
+                return await self._change_adapter(command, arguments, timeout_s)
+        if command in ("pause", "resume"):  # before it is sent: a replica can get ready meanwhile
+            self._is_paused = command == "pause"
+        answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
+        return self._check_answers(answers.values())
+
+    async def _call(
+        self,
+        replicas: Iterable[int],
+        command: str,
+        arguments: dict[str, Any],
+        *,
+        timeout_s: float | None,
+    ) -> dict[int, dict[str, Any] | None]:
+        """Call a command of replicas and return their answers. None: the replica failed.
+
+        Raises:
+            ApiError: 503, one does not answer.
+        """
+        numbers = {each: self._start_call(each, command, arguments) for each in sorted(replicas)}
+        results = [self._calls[number].result for number in numbers.values()]
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await asyncio.gather(*(self._calls[each].result for each in calls))
+                return dict(zip(numbers, await asyncio.gather(*results), strict=True))
         except TimeoutError:
             raise ApiError(503, f"the engine does not answer within {timeout_s} s.") from None
         finally:
-            for each in calls:
-                self._calls.pop(each, None)
+            for number in numbers.values():
+                self._calls.pop(number, None)
+
+    def _check_answers(self, answers: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return the results of a command.
+
+        Raises:
+            ApiError: 503, all replicas failed; else the command failed.
+        """
         results = [answer for answer in answers if answer is not None]
         for result in results:
             if "error" in result:
@@ -394,8 +421,37 @@ class EngineClient:
         if not results:
             self.check_available()
             raise ApiError(503, "the engine was restarted. Try again.")
-        self._record_state(command, arguments, results[0])
         return results
+
+    async def _change_adapter(
+        self, command: str, arguments: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        """Load or unload an adapter on all replicas, also on those that get ready meanwhile. If it
+        fails on one, the others get the previous adapter of the name again.
+
+        Raises:
+            ApiError: see `call_replicas`.
+        """
+        name = arguments["lora_name"]
+        answers: dict[bytes, dict[str, Any] | None] = {}
+        """By process."""
+        try:
+            while new := [
+                each for each in self.router.replicas if self._identities[each] not in answers
+            ]:
+                processes = {each: self._identities[each] for each in new}
+                answers |= dict.fromkeys(processes.values())
+                results = await self._call(new, command, arguments, timeout_s=timeout_s)
+                answers |= {processes[each]: result for each, result in results.items()}
+            checked = self._check_answers(answers.values())
+        except BaseException:  # also if the client disconnects
+            for replica in self.router.replicas:
+                process = self._identities[replica]
+                if process in answers and "error" not in (answers[process] or {}):
+                    self._send_adapter(replica, name, self._find_adapter_path(name))
+            raise
+        self._record_adapter(name, arguments.get("lora_path"), checked[0])
+        return checked
 
     def _start_call(self, replica: int, command: str, arguments: dict[str, Any]) -> int:
         """Send a command to a replica; returns the number of the call."""
@@ -405,30 +461,36 @@ class EngineClient:
         self._send(replica, EngineCall(number, command, arguments))
         return number
 
-    def _record_state(
-        self, command: str, arguments: Mapping[str, Any], result: Mapping[str, Any]
-    ) -> None:
-        """Record what a command has changed, for replicas that are restarted."""
-        match command:
-            case "pause":
-                self._is_paused = True
-            case "resume":
-                self._is_paused = False
-            case "load_adapter":
-                self._adapter_paths[arguments["lora_name"]] = arguments["lora_path"]
-                self._fingerprints[arguments["lora_name"]] = result["fingerprint"]
-            case "unload_adapter":
-                self._adapter_paths[arguments["lora_name"]] = None
+    def _find_adapter_path(self, name: str) -> str | None:
+        """Return the folder of the adapter of a name; None: the name is not loaded."""
+        started = {} if self.info is None else self.info.adapters
+        return self._adapter_paths.get(name, started.get(name))
+
+    def _record_adapter(self, name: str, path: str | None, result: Mapping[str, Any]) -> None:
+        """Record that an adapter was loaded from a folder, or unloaded if `path` is None, for
+        replicas that are restarted."""
+        if path is not None:
+            self._adapter_paths[name] = path
+            self._fingerprints[name] = result["fingerprint"]
+            return
+        self._fingerprints.pop(name, None)
+        self._adapter_paths.pop(name, None)
+        if self._find_adapter_path(name) is not None:  # every process loads it at its start
+            self._adapter_paths[name] = None
+
+    def _send_adapter(self, replica: int, name: str, path: str | None) -> None:
+        """Send the command to load an adapter, or to unload it if `path` is None; an error is
+        logged."""
+        command, arguments = "unload_adapter", {"lora_name": name}
+        if path is not None:
+            command, arguments = "load_adapter", {"lora_name": name, "lora_path": path}
+        number = self._start_call(replica, command, arguments)
+        self._calls[number].result.add_done_callback(_log_error)
 
     def _restore_state(self, replica: int) -> None:
         """Send the commands that give a restarted replica the state of the others."""
         for name, path in self._adapter_paths.items():
-            arguments = (
-                {"lora_name": name} if path is None else {"lora_name": name, "lora_path": path}
-            )
-            command = "unload_adapter" if path is None else "load_adapter"
-            number = self._start_call(replica, command, arguments)
-            self._calls[number].result.add_done_callback(_log_error)
+            self._send_adapter(replica, name, path)
         if self._is_paused:
             self._start_call(replica, "pause", {})
 
@@ -652,7 +714,7 @@ class EngineClient:
 def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:
     """Log the error of a command for which nothing waits."""
     if not result.cancelled() and "error" in (result.result() or {}):
-        _logger.error("a restarted replica has another state: %s", result.result())
+        _logger.error("a replica has other adapters than the others: %s", result.result())
 
 
 class LoadError(Exception):
