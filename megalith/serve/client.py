@@ -1,9 +1,9 @@
 """Client of the engine: sends each request to one of its replicas, and distributes their outputs to
 the streams of the event loop.
 
-A replica is lost when its process ends. Its requests continue on another one, which gets the prompt
+A replica fails when its process ends. Its requests continue on another one, which gets the prompt
 and the tokens that were received: sampling is keyed by seed and position, so it generates the
-tokens that the lost replica would have generated.
+tokens that the failed replica would have generated.
 """
 
 import asyncio
@@ -46,8 +46,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 2
-"""A request that loses its replica so many times fails: it may be the cause."""
+MAX_ATTEMPTS = 2
+"""A request fails if so many replicas failed while they had it: it may be the cause."""
+
+POLL_SECONDS = 2.0
+"""Time that the answers to `EngineClient.poll_replicas` wait for each other (heuristic)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,9 @@ class _InFlightRequest:
     message: AddRequest
     block_keys: list[int]
     choices: list[_ChoiceProgress]
-    num_losses: int = 0
+    num_attempts: int = 0
+    """Replicas to which it was sent."""
+
     is_aborted: bool = False
 
     @property
@@ -151,7 +156,7 @@ class _InFlightRequest:
 
     def make_message(self) -> AddRequest:
         """Return the message to a replica, which continues after the tokens that were received."""
-        if not self.num_losses:
+        if not self.num_attempts:
             return self.message
         params = dict(self.message.params)
         if self.generation.prompts[self.prompt] is not None:
@@ -166,7 +171,7 @@ class _Call:
 
     replica: int
     result: "asyncio.Future[dict[str, Any] | None]"
-    """None: the replica was lost."""
+    """None: the replica failed."""
 
 
 class EngineClient:
@@ -197,7 +202,7 @@ class EngineClient:
         self._adapter_lock = asyncio.Lock()
         self._is_paused = False
         self._changed = asyncio.Event()
-        """Set, and replaced, when a request ends, or a replica is ready or lost."""
+        """Set, and replaced, when a request ends, or a replica is ready or fails."""
         self.num_sequences = self.num_prompt_tokens = 0
         """Choices and prompt tokens of all unfinished requests."""
         self.info: ModelInfo | None = None
@@ -317,6 +322,7 @@ class EngineClient:
         if replica is None:
             return
         message = request.make_message()
+        request.num_attempts += 1
         self.router.assign(
             number,
             replica,
@@ -324,6 +330,12 @@ class EngineClient:
             num_tokens=len(message.prompt_token_ids),
         )
         self._send(replica, message)
+
+    def dispatch_waiting(self) -> None:
+        """Send the requests that no replica has, if one accepts requests."""
+        for number in self._requests:
+            if self.router.find_replica(number) is None:
+                self._dispatch(number)
 
     def _abort_engine_request(self, number: int) -> None:
         replica = self.router.find_replica(number)
@@ -383,6 +395,29 @@ class EngineClient:
             self._is_paused = command == "pause"
         answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
         return self._check_answers(answers.values())
+
+    async def poll_replicas(self, command: str) -> list[dict[str, Any]]:
+        """Call a command that has no effect, and return the results of the replicas that answer
+        within `POLL_SECONDS`, or else of the first: a replica that does not respond must not delay
+        the others' results.
+
+        Raises:
+            ApiError: 503, no replica is ready, or none answers; else the command failed.
+        """
+        self.check_available()
+        numbers = [self._start_call(each, command, {}) for each in sorted(self.router.replicas)]
+        results = [self._calls[number].result for number in numbers]
+        try:
+            done, _ = await asyncio.wait(results, timeout=POLL_SECONDS)
+            if not done:
+                await asyncio.wait(results, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for number in numbers:
+                self._calls.pop(number, None)
+        answers = [result.result() for result in results if result.done()]
+        if not answers:
+            raise ApiError(503, "the engine does not answer within 60 s.")
+        return self._check_answers(answers)
 
     async def _call(
         self,
@@ -511,7 +546,7 @@ class EngineClient:
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is checked when a request ends, or a replica is ready
-        or lost."""
+        or fails."""
         while not condition():
             await self._changed.wait()
 
@@ -529,19 +564,20 @@ class EngineClient:
         self.load_errors.pop(replica, None)
         return identity
 
-    def lose_replica(self, replica: int) -> None:
+    def handle_replica_failure(self, replica: int) -> None:
         """Remove a replica whose process has ended; its requests continue on others."""
         self._identities.pop(replica, None)
         self._num_unanswered.pop(replica, None)
-        for call in self._calls.values():
-            if call.replica == replica and not call.result.done():
-                call.result.set_result(None)
+        for number in [each for each, call in self._calls.items() if call.replica == replica]:
+            self._block_calls.pop(number, None)
+            result = self._calls.pop(number).result
+            if not result.done():
+                result.set_result(None)
         for number in self.router.remove(replica):
             request = self._requests[number]
-            request.num_losses += 1
             if request.is_aborted:
                 self._end_aborted(number)
-            elif request.num_losses == MAX_LOSSES:
+            elif request.num_attempts == MAX_ATTEMPTS:
                 self._finish(number)
                 request.generation.fail(
                     ApiError(
@@ -600,6 +636,7 @@ class EngineClient:
                 call.result.set_result(None)
         if not self.ready.done():
             self.ready.set_exception(error)
+        self._notify()
 
     async def close(self) -> None:
         """Close the socket."""
@@ -669,9 +706,7 @@ class EngineClient:
         self.router.register(replica, max_num_seqs=info.max_num_seqs)
         if not self.ready.done():
             self.ready.set_result(info)
-        for number in self._requests:
-            if self.router.find_replica(number) is None:
-                self._dispatch(number)
+        self.dispatch_waiting()
         self._notify()
 
     def _put_reply(self, replica: int, call_id: int, result: dict[str, Any]) -> None:
@@ -691,7 +726,7 @@ class EngineClient:
         if request is None:
             return
         self.router.finish_prefill(result.request_id)
-        if request.generation.prompts[request.prompt] is None:  # else from a lost replica
+        if request.generation.prompts[request.prompt] is None:  # else from a failed replica
             request.generation.prompts[request.prompt] = result
 
     def _put_update(self, update: TokenUpdate) -> None:
@@ -699,7 +734,7 @@ class EngineClient:
         if request is None:  # aborted
             return
         choice = request.choices[update.choice]
-        if choice.finish_reason is not None:  # on a lost replica
+        if choice.finish_reason is not None:  # on a failed replica
             return
         if update.token is not None:
             choice.token_ids.append(update.token)

@@ -53,10 +53,11 @@ async def get_ready(state: ServerState, context: RequestContext) -> dict[str, An
     """GET /ready: whether requests are accepted now.
 
     Raises:
-        ApiError: 503, the model is loading, or the server is paused or shutting down.
+        ApiError: 503, the model is loading, or the server is paused or shutting down, or no replica
+            answers.
     """
     state.check_ready()
-    if any(stats["is_paused"] for stats in await state.client.call_replicas("stats")):
+    if any(stats["is_paused"] for stats in await state.client.poll_replicas("stats")):
         raise ApiError(503, "the server is paused: requests wait until POST /resume.")
     return {"status": "ready"}
 
@@ -67,10 +68,11 @@ async def get_version(state: ServerState, context: RequestContext) -> dict[str, 
 
 
 async def render_metrics(state: ServerState) -> str:
-    """Return the metrics of all processes; those of the HTTP process while no engine is ready."""
+    """Return the metrics of all processes; those of the HTTP process while no engine is ready.
+    Replicas that do not respond are left out."""
     texts: list[str] = []
     if state.client.router.replicas and state.client.failed is None:
-        texts = [result["text"] for result in await state.client.call_replicas("metrics")]
+        texts = [result["text"] for result in await state.client.poll_replicas("metrics")]
     return merge_metrics(texts) + state.metrics.render()
 
 
