@@ -152,8 +152,8 @@ class RequestRouter:
         return scores
 
     def choose_replica(self, block_keys: Sequence[int]) -> int | None:
-        """Return the replica with the highest score; of equal scores the one with the lowest load if
-        they have no free sequences, then the least recently chosen one, then the first; None: no
+        """Return the replica with the highest score; of equal scores the one with the lowest load
+        if they have no free sequences, then the least recently chosen one, then the first; None: no
         replica accepts requests."""
         scores = self.compute_scores(block_keys)
         if not scores:
