@@ -1,1 +1,1 @@
-"""HTTP server with the OpenAI API: an HTTP process without torch, and an engine process."""
+"""HTTP server with the OpenAI API: an HTTP process without torch, and engine processes."""

@@ -109,8 +109,8 @@ async def run_batch(
         except (LoadError, ApiError) as error:
             raise CheckpointError(str(error)) from None
         state.set_model(info)
-        # as many requests as the queue takes; the largest has n sequences
-        slots = asyncio.Semaphore(max(1, info.max_num_seqs))
+        # as many requests as the replicas run; the largest has n sequences
+        slots = asyncio.Semaphore(max(1, info.max_num_seqs) * engine.client.num_replicas)
 
         async def process(request: BatchRequest) -> bool:
             async with slots:
@@ -128,8 +128,7 @@ async def _process(state: ServerState, request: BatchRequest) -> dict[str, Any]:
     request_id = uuid.uuid4().hex
     failure: ApiError | None = None
     try:
-        context = RequestContext(request_id, request.url, request.body)
-        body = await FUNCTIONS[request.url](state, context)
+        body = await _execute(state, RequestContext(request_id, request.url, request.body))
     except ApiError as error:
         failure = error
     except Exception:  # a bug: the other requests continue
@@ -144,3 +143,22 @@ async def _process(state: ServerState, request: BatchRequest) -> dict[str, Any]:
         "response": {"status_code": status, "request_id": request_id, "body": body},
         "error": None if failure is None else failure.body()["error"],
     }
+
+
+async def _execute(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """Return the response of a request, which waits while no replica is ready.
+
+    Raises:
+        ApiError: the request failed.
+    """
+    client = state.client
+    while True:
+        await client.wait_for(lambda: bool(client.router.replicas) or client.failed is not None)
+        try:
+            body = await FUNCTIONS[context.path](state, context)
+        except ApiError as error:  # all replicas may have failed before it was sent
+            if client.router.replicas or client.failed is not None or error.status != 503:
+                raise
+        else:
+            assert isinstance(body, dict), "a batch has no streams"
+            return body

@@ -1,15 +1,15 @@
 """Client of the engine: sends each request to one of its replicas, and distributes their outputs to
 the streams of the event loop.
 
-A replica is lost when its process ends. Its requests continue on another one, which gets the prompt
+A replica fails when its process ends. Its requests continue on another one, which gets the prompt
 and the tokens that were received: sampling is keyed by seed and position, so it generates the
-tokens that the lost replica would have generated.
+tokens that the failed replica would have generated.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 2
-"""A request that loses its replica so many times fails: it may be the cause."""
+MAX_ATTEMPTS = 2
+"""A request fails if so many replicas failed while they had it: it may be the cause."""
+
+POLL_SECONDS = 2.0
+"""Time that the answers to `EngineClient.poll_replicas` wait for each other (heuristic)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,9 @@ class _InFlightRequest:
     message: AddRequest
     block_keys: list[int]
     choices: list[_ChoiceProgress]
-    num_losses: int = 0
+    num_attempts: int = 0
+    """Replicas to which it was sent."""
+
     is_aborted: bool = False
 
     @property
@@ -151,7 +156,7 @@ class _InFlightRequest:
 
     def make_message(self) -> AddRequest:
         """Return the message to a replica, which continues after the tokens that were received."""
-        if not self.num_losses:
+        if not self.num_attempts:
             return self.message
         params = dict(self.message.params)
         if self.generation.prompts[self.prompt] is not None:
@@ -166,7 +171,7 @@ class _Call:
 
     replica: int
     result: "asyncio.Future[dict[str, Any] | None]"
-    """None: the replica was lost."""
+    """None: the replica failed."""
 
 
 class EngineClient:
@@ -192,11 +197,12 @@ class EngineClient:
         self._fingerprints: dict[str, bytes] = {}
         """SHA-256 of the weights of the adapters."""
         self._adapter_paths: dict[str, str | None] = {}
-        """Folders of the adapters that were loaded, or None if they were unloaded, since the
-        start."""
+        """Folders of the adapters that were loaded since the start; None: an adapter of the start
+        that was unloaded."""
+        self._adapter_lock = asyncio.Lock()
         self._is_paused = False
         self._changed = asyncio.Event()
-        """Set, and replaced, when a request ends, or a replica is ready or lost."""
+        """Set, and replaced, when a request ends, or a replica is ready or fails."""
         self.num_sequences = self.num_prompt_tokens = 0
         """Choices and prompt tokens of all unfinished requests."""
         self.info: ModelInfo | None = None
@@ -316,6 +322,7 @@ class EngineClient:
         if replica is None:
             return
         message = request.make_message()
+        request.num_attempts += 1
         self.router.assign(
             number,
             replica,
@@ -323,6 +330,12 @@ class EngineClient:
             num_tokens=len(message.prompt_token_ids),
         )
         self._send(replica, message)
+
+    def dispatch_waiting(self) -> None:
+        """Send the requests that no replica has, if one accepts requests."""
+        for number in self._requests:
+            if self.router.find_replica(number) is None:
+                self._dispatch(number)
 
     def _abort_engine_request(self, number: int) -> None:
         replica = self.router.find_replica(number)
@@ -375,18 +388,67 @@ class EngineClient:
         """
         self.check_available()
         arguments = arguments or {}
-        calls = {
-            self._start_call(replica, command, arguments): replica
-            for replica in sorted(self.router.replicas)
-        }
+        if command in ("load_adapter", "unload_adapter"):
+            async with self._adapter_lock:
+                return await self._change_adapter(command, arguments, timeout_s)
+        if command in ("pause", "resume"):  # before it is sent: a replica can get ready meanwhile
+            self._is_paused = command == "pause"
+        answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
+        return self._check_answers(answers.values())
+
+    async def poll_replicas(self, command: str) -> list[dict[str, Any]]:
+        """Call a command that has no effect, and return the results of the replicas that answer
+        within `POLL_SECONDS`, or else of the first: a replica that does not respond must not delay
+        the others' results.
+
+        Raises:
+            ApiError: 503, no replica is ready, or none answers; else the command failed.
+        """
+        self.check_available()
+        numbers = [self._start_call(each, command, {}) for each in sorted(self.router.replicas)]
+        results = [self._calls[number].result for number in numbers]
+        try:
+            done, _ = await asyncio.wait(results, timeout=POLL_SECONDS)
+            if not done:
+                await asyncio.wait(results, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for number in numbers:
+                self._calls.pop(number, None)
+        answers = [result.result() for result in results if result.done()]
+        if not answers:
+            raise ApiError(503, "the engine does not answer within 60 s.")
+        return self._check_answers(answers)
+
+    async def _call(
+        self,
+        replicas: Iterable[int],
+        command: str,
+        arguments: dict[str, Any],
+        *,
+        timeout_s: float | None,
+    ) -> dict[int, dict[str, Any] | None]:
+        """Call a command of replicas and return their answers. None: the replica failed.
+
+        Raises:
+            ApiError: 503, one does not answer.
+        """
+        numbers = {each: self._start_call(each, command, arguments) for each in sorted(replicas)}
+        results = [self._calls[number].result for number in numbers.values()]
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await asyncio.gather(*(self._calls[each].result for each in calls))
+                return dict(zip(numbers, await asyncio.gather(*results), strict=True))
         except TimeoutError:
             raise ApiError(503, f"the engine does not answer within {timeout_s} s.") from None
         finally:
-            for each in calls:
-                self._calls.pop(each, None)
+            for number in numbers.values():
+                self._calls.pop(number, None)
+
+    def _check_answers(self, answers: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return the results of a command.
+
+        Raises:
+            ApiError: 503, all replicas failed; else the command failed.
+        """
         results = [answer for answer in answers if answer is not None]
         for result in results:
             if "error" in result:
@@ -394,8 +456,37 @@ class EngineClient:
         if not results:
             self.check_available()
             raise ApiError(503, "the engine was restarted. Try again.")
-        self._record_state(command, arguments, results[0])
         return results
+
+    async def _change_adapter(
+        self, command: str, arguments: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        """Load or unload an adapter on all replicas, also on those that get ready meanwhile. If it
+        fails on one, the others get the previous adapter of the name again.
+
+        Raises:
+            ApiError: see `call_replicas`.
+        """
+        name = arguments["lora_name"]
+        answers: dict[bytes, dict[str, Any] | None] = {}
+        """By process."""
+        try:
+            while new := [
+                each for each in self.router.replicas if self._identities[each] not in answers
+            ]:
+                processes = {each: self._identities[each] for each in new}
+                answers |= dict.fromkeys(processes.values())
+                results = await self._call(new, command, arguments, timeout_s=timeout_s)
+                answers |= {processes[each]: result for each, result in results.items()}
+            checked = self._check_answers(answers.values())
+        except BaseException:  # also if the client disconnects
+            for replica in self.router.replicas:
+                process = self._identities[replica]
+                if process in answers and "error" not in (answers[process] or {}):
+                    self._send_adapter(replica, name, self._find_adapter_path(name))
+            raise
+        self._record_adapter(name, arguments.get("lora_path"), checked[0])
+        return checked
 
     def _start_call(self, replica: int, command: str, arguments: dict[str, Any]) -> int:
         """Send a command to a replica; returns the number of the call."""
@@ -405,30 +496,36 @@ class EngineClient:
         self._send(replica, EngineCall(number, command, arguments))
         return number
 
-    def _record_state(
-        self, command: str, arguments: Mapping[str, Any], result: Mapping[str, Any]
-    ) -> None:
-        """Record what a command has changed, for replicas that are restarted."""
-        match command:
-            case "pause":
-                self._is_paused = True
-            case "resume":
-                self._is_paused = False
-            case "load_adapter":
-                self._adapter_paths[arguments["lora_name"]] = arguments["lora_path"]
-                self._fingerprints[arguments["lora_name"]] = result["fingerprint"]
-            case "unload_adapter":
-                self._adapter_paths[arguments["lora_name"]] = None
+    def _find_adapter_path(self, name: str) -> str | None:
+        """Return the folder of the adapter of a name; None: the name is not loaded."""
+        started = {} if self.info is None else self.info.adapters
+        return self._adapter_paths.get(name, started.get(name))
+
+    def _record_adapter(self, name: str, path: str | None, result: Mapping[str, Any]) -> None:
+        """Record that an adapter was loaded from a folder, or unloaded if `path` is None, for
+        replicas that are restarted."""
+        if path is not None:
+            self._adapter_paths[name] = path
+            self._fingerprints[name] = result["fingerprint"]
+            return
+        self._fingerprints.pop(name, None)
+        self._adapter_paths.pop(name, None)
+        if self._find_adapter_path(name) is not None:  # every process loads it at its start
+            self._adapter_paths[name] = None
+
+    def _send_adapter(self, replica: int, name: str, path: str | None) -> None:
+        """Send the command to load an adapter, or to unload it if `path` is None; an error is
+        logged."""
+        command, arguments = "unload_adapter", {"lora_name": name}
+        if path is not None:
+            command, arguments = "load_adapter", {"lora_name": name, "lora_path": path}
+        number = self._start_call(replica, command, arguments)
+        self._calls[number].result.add_done_callback(_log_error)
 
     def _restore_state(self, replica: int) -> None:
         """Send the commands that give a restarted replica the state of the others."""
         for name, path in self._adapter_paths.items():
-            arguments = (
-                {"lora_name": name} if path is None else {"lora_name": name, "lora_path": path}
-            )
-            command = "unload_adapter" if path is None else "load_adapter"
-            number = self._start_call(replica, command, arguments)
-            self._calls[number].result.add_done_callback(_log_error)
+            self._send_adapter(replica, name, path)
         if self._is_paused:
             self._start_call(replica, "pause", {})
 
@@ -449,7 +546,7 @@ class EngineClient:
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is checked when a request ends, or a replica is ready
-        or lost."""
+        or fails."""
         while not condition():
             await self._changed.wait()
 
@@ -467,19 +564,20 @@ class EngineClient:
         self.load_errors.pop(replica, None)
         return identity
 
-    def lose_replica(self, replica: int) -> None:
+    def handle_replica_failure(self, replica: int) -> None:
         """Remove a replica whose process has ended; its requests continue on others."""
         self._identities.pop(replica, None)
         self._num_unanswered.pop(replica, None)
-        for call in self._calls.values():
-            if call.replica == replica and not call.result.done():
-                call.result.set_result(None)
+        for number in [each for each, call in self._calls.items() if call.replica == replica]:
+            self._block_calls.pop(number, None)
+            result = self._calls.pop(number).result
+            if not result.done():
+                result.set_result(None)
         for number in self.router.remove(replica):
             request = self._requests[number]
-            request.num_losses += 1
             if request.is_aborted:
                 self._end_aborted(number)
-            elif request.num_losses == MAX_LOSSES:
+            elif request.num_attempts == MAX_ATTEMPTS:
                 self._finish(number)
                 request.generation.fail(
                     ApiError(
@@ -538,6 +636,7 @@ class EngineClient:
                 call.result.set_result(None)
         if not self.ready.done():
             self.ready.set_exception(error)
+        self._notify()
 
     async def close(self) -> None:
         """Close the socket."""
@@ -607,9 +706,7 @@ class EngineClient:
         self.router.register(replica, max_num_seqs=info.max_num_seqs)
         if not self.ready.done():
             self.ready.set_result(info)
-        for number in self._requests:
-            if self.router.find_replica(number) is None:
-                self._dispatch(number)
+        self.dispatch_waiting()
         self._notify()
 
     def _put_reply(self, replica: int, call_id: int, result: dict[str, Any]) -> None:
@@ -629,7 +726,7 @@ class EngineClient:
         if request is None:
             return
         self.router.finish_prefill(result.request_id)
-        if request.generation.prompts[request.prompt] is None:  # else from a lost replica
+        if request.generation.prompts[request.prompt] is None:  # else from a failed replica
             request.generation.prompts[request.prompt] = result
 
     def _put_update(self, update: TokenUpdate) -> None:
@@ -637,7 +734,7 @@ class EngineClient:
         if request is None:  # aborted
             return
         choice = request.choices[update.choice]
-        if choice.finish_reason is not None:  # on a lost replica
+        if choice.finish_reason is not None:  # on a failed replica
             return
         if update.token is not None:
             choice.token_ids.append(update.token)
@@ -652,7 +749,7 @@ class EngineClient:
 def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:
     """Log the error of a command for which nothing waits."""
     if not result.cancelled() and "error" in (result.result() or {}):
-        _logger.error("a restarted replica has another state: %s", result.result())
+        _logger.error("a replica has other adapters than the others: %s", result.result())
 
 
 class LoadError(Exception):

@@ -54,10 +54,11 @@ async def get_ready(state: ServerState, context: RequestContext) -> dict[str, An
     """GET /ready: whether requests are accepted now.
 
     Raises:
-        ApiError: 503, the model is loading, or the server is paused or shutting down.
+        ApiError: 503, the model is loading, or the server is paused or shutting down, or no replica
+            answers.
     """
     state.check_ready()
-    if any(stats["is_paused"] for stats in await state.client.call_replicas("stats")):
+    if any(stats["is_paused"] for stats in await state.client.poll_replicas("stats")):
         raise ApiError(503, "the server is paused: requests wait until POST /resume.")
     return {"status": "ready"}
 
@@ -68,10 +69,11 @@ async def get_version(state: ServerState, context: RequestContext) -> dict[str, 
 
 
 async def render_metrics(state: ServerState) -> str:
-    """Return the metrics of all processes; those of the HTTP process while no engine is ready."""
+    """Return the metrics of all processes; those of the HTTP process while no engine is ready.
+    Replicas that do not respond are left out."""
     texts: list[str] = []
     if state.client.router.replicas and state.client.failed is None:
-        texts = [result["text"] for result in await state.client.call_replicas("metrics")]
+        texts = [result["text"] for result in await state.client.poll_replicas("metrics")]
     return merge_metrics(texts) + state.metrics.render()
 
 
@@ -178,6 +180,13 @@ async def update_weights(state: ServerState, context: RequestContext) -> dict[st
     path = _read_text(context.body, "path", "runs/rl")
     mode = _read_text({"mode": "drain"} | context.body, "mode", "drain")
     arguments = {"path": path, "mode": mode}
+    if state.client.num_replicas > 1:
+        raise invalid(
+            f"this server has {state.client.num_replicas} replicas, and one that is restarted "
+            "would have the old weights. Replace the files of the model, and restart the replicas "
+            "one after the other (POST /restart_replica).",
+            "path",
+        )
     reply = await state.client.call("update_weights", arguments, timeout_s=None)
     state.set_weights(path, reply["weight_version"])
     return {"status": "ok", "weight_version": state.weight_version}

@@ -27,7 +27,7 @@ class ServerState:
     """Of a server with control endpoints."""
 
     model: ServedModel | None = None
-    """None: the engine process still loads it."""
+    """None: the engine processes still load it."""
 
     adapters: dict[str, ServedModel] = field(default_factory=dict)
     """The model with each LoRA adapter, by name."""

@@ -25,9 +25,10 @@ STOP_SECONDS = 5.0
 """Time for the engine processes to end after their last request (heuristic)."""
 
 HEARTBEAT_S = 5.0
-MAX_HEARTBEATS = 12
-"""A replica that sent nothing after so many heartbeats is killed. Heuristic: no step, and no
-reading of an adapter, takes a minute."""
+RESPONSE_TIMEOUT_S = 600.0
+"""A replica that does not respond to heartbeats for so long is killed. It responds between two
+steps, and a step of a large model on CPUs can take minutes, so the limit is that of collectives
+(heuristic). It is only for processes that hang: one that ends is detected at once."""
 
 MAX_BACKOFF_S = 30.0
 """Longest time before a replica is started again; 1 s at first, then twice as long each time that
@@ -90,6 +91,7 @@ class EngineSupervisor:
             )
         except asyncio.CancelledError:  # the client disconnected
             state.is_draining = False
+            client.dispatch_waiting()
             raise
         if client.router.replicas.get(replica) is state:
             self._restarting.add(replica)
@@ -156,7 +158,7 @@ class EngineSupervisor:
                 backoff_s = 1.0
             if replica in self._restarting:
                 self._restarting.remove(replica)
-                self.client.lose_replica(replica)
+                self.client.handle_replica_failure(replica)
             else:
                 _logger.error(
                     "replica %d of the engine ended with code %s; it is restarted in %g s, and its "
@@ -165,17 +167,18 @@ class EngineSupervisor:
                     code,
                     backoff_s,
                 )
-                self.client.lose_replica(replica)
+                self.client.handle_replica_failure(replica)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             await self._start_process(replica)
 
     async def _check_heartbeats(self) -> None:
-        """Kill replicas that do not answer, so that they are restarted."""
+        """Kill replicas that do not respond, so that they are restarted."""
         while self.client.num_replicas > 1:
             await asyncio.sleep(HEARTBEAT_S)
-            for replica in self.client.find_unresponsive(max_heartbeats=MAX_HEARTBEATS):
-                _logger.error("replica %d of the engine does not answer; it is killed", replica)
+            max_heartbeats = int(RESPONSE_TIMEOUT_S / HEARTBEAT_S)
+            for replica in self.client.find_unresponsive(max_heartbeats=max_heartbeats):
+                _logger.error("replica %d of the engine does not respond; it is killed", replica)
                 if self._processes[replica].returncode is None:
                     self._processes[replica].kill()
             self.client.send_heartbeats()

@@ -1,29 +1,24 @@
-"""Replicas of the engine: routing, loss and restart; with fake engines, and with a real server."""
+"""Replicas of the engine with fake engines: routing, failure and restart."""
 
 import asyncio
-import json
-import os
-import signal
 import tempfile
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import zmq.asyncio
 
-from megalith.cli.main import main
 from megalith.config.generation import SamplingParams
 from megalith.config.server import ServeConfig
+from megalith.serve import batch
 from megalith.serve.client import EngineClient, Generation, PromptRequest
 from megalith.serve.errors import ApiError
 from megalith.serve.metrics import HttpMetrics, merge_metrics
 from megalith.serve.model_info import ModelInfo
-from megalith.serve.models import restart_replica
+from megalith.serve.models import get_ready, render_metrics, restart_replica
 from megalith.serve.protocol import (
     AbortRequest,
     AddRequest,
@@ -41,10 +36,8 @@ from megalith.serve.protocol import (
     to_array,
 )
 from megalith.serve.state import RequestContext, ServerState
-from megalith.serve.supervisor import HEARTBEAT_S, EngineSupervisor, replica_environment
+from megalith.serve.supervisor import HEARTBEAT_S, EngineSupervisor
 from megalith.serve.transport import socket_address
-from tests.serve.servers import Server, running_server
-from tests.serve.test_ranks import children
 
 INFO = ModelInfo(
     path="m",
@@ -60,6 +53,7 @@ INFO = ModelInfo(
     max_num_seqs=4,
     generation_defaults={},
     block_size=2,
+    adapters={"de": "german"},
 )
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -174,7 +168,7 @@ def test_request_continues_on_another_replica_after_the_tokens_that_were_receive
                 message.request_id, (0, 10, "a", None), (1, 20, "b", "stop"), (2, 30, "", None)
             )
             await wait_until(lambda: cluster.client.num_sequences == 2)
-            cluster.client.lose_replica(0)
+            cluster.client.handle_replica_failure(0)
             again = await second.receive_request()
             assert again.progress == [[[10], None], [[20], "stop"], [[30], None]]
             assert "prompt_logprobs" not in again.params  # received
@@ -210,7 +204,7 @@ def test_request_without_tokens_is_sent_again_with_its_derived_seed() -> None:
                 other = await cluster.engines[1].receive_request()
                 assert other.params["seed"] != message.params["seed"]
             assert await cluster.engines[1].receive() == AbortRequest(other.request_id)
-            cluster.client.lose_replica(0)
+            cluster.client.handle_replica_failure(0)
             again = await cluster.engines[1].receive_request()
             assert again.params == message.params
             assert again.progress == [[[], None], [[], None]]
@@ -218,14 +212,14 @@ def test_request_without_tokens_is_sent_again_with_its_derived_seed() -> None:
     run_cluster(test)
 
 
-def test_request_that_loses_its_replica_twice_fails() -> None:
+def test_request_whose_replica_fails_twice_fails() -> None:
     async def test(cluster: Cluster) -> None:
         client = cluster.client
         async with client.generate([prompt_request()], uid="a") as generation:
             await cluster.engines[0].receive_request()
-            client.lose_replica(0)
+            client.handle_replica_failure(0)
             await cluster.engines[1].receive_request()
-            client.lose_replica(1)
+            client.handle_replica_failure(1)
             with pytest.raises(ApiError, match="the request may be the cause") as raised:
                 await read(generation)
             assert raised.value.status == 500
@@ -239,8 +233,8 @@ def test_accepted_request_waits_while_no_replica_is_ready_and_new_ones_are_rejec
         client = cluster.client
         async with client.generate([prompt_request()], uid="a") as generation:
             await cluster.engines[0].receive_request()
-            client.lose_replica(1)
-            client.lose_replica(0)
+            client.handle_replica_failure(1)
+            client.handle_replica_failure(0)
             with pytest.raises(ApiError, match="no replica of the engine is ready") as raised:
                 async with client.generate([prompt_request()], uid="b"):
                     pass
@@ -258,7 +252,7 @@ def test_accepted_request_waits_while_no_replica_is_ready_and_new_ones_are_rejec
 def test_request_without_a_replica_ends_at_its_deadline() -> None:
     async def test(cluster: Cluster) -> None:
         client = cluster.client
-        client.lose_replica(1)
+        client.handle_replica_failure(1)
         async with (
             client.generate([prompt_request(deadline_s=0.01)], uid="a") as generation,
             client.generate([prompt_request(deadline_s=60)], uid="b"),
@@ -266,7 +260,7 @@ def test_request_without_a_replica_ends_at_its_deadline() -> None:
             await asyncio.sleep(0.02)
             client.expire_waiting()  # its replica does it
             assert client.num_sequences == 2
-            client.lose_replica(0)
+            client.handle_replica_failure(0)
             client.expire_waiting()
             with pytest.raises(ApiError, match="deadline_s=0.01: .* no replica") as raised:
                 await read(generation)
@@ -282,12 +276,12 @@ def test_aborts_reach_the_replica_or_end_a_request_that_none_has() -> None:
             message = await cluster.engines[0].receive_request()
             assert client.abort("a") == 1 and client.abort("b") == 0
             assert await cluster.engines[0].receive() == AbortRequest(message.request_id)
-            client.lose_replica(0)  # before its answer
+            client.handle_replica_failure(0)  # before its answer
             aborted = [(0, None, "", "abort"), (1, None, "", "abort")]
             assert await read(generation) == aborted
         async with client.generate([prompt_request()], uid="a") as generation:
             await cluster.engines[1].receive_request()
-            client.lose_replica(1)
+            client.handle_replica_failure(1)
             assert client.abort(None) == 1  # no replica has it
             assert await read(generation) == aborted[:1]
         async with asyncio.timeout(10):
@@ -345,6 +339,8 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
         loaded = {"fingerprint": b"f" * 32}
         await call("load_adapter", [loaded, loaded], lora_name="sql", lora_path="folder")
         await call("unload_adapter", [{}, {}], lora_name="de")
+        await call("load_adapter", [loaded, loaded], lora_name="fr", lora_path="folder")
+        await call("unload_adapter", [{}, {}], lora_name="fr")
         await call("pause", [{}, {}])
         with pytest.raises(ApiError, match="it failed") as raised:
             await call("stats", [{}, {"error": "it failed", "status": 429}])
@@ -352,7 +348,7 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
 
         stats = asyncio.create_task(client.call_replicas("stats"))
         await cluster.engines[0].answer({"a": 1})
-        client.lose_replica(1)  # it does not answer
+        client.handle_replica_failure(1)  # it does not answer
         assert await stats == [{"a": 1}]
         engine = await cluster.start(1)
         restored = [await engine.answer({}) for _ in range(3)]
@@ -363,6 +359,218 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
         ]
         adapted = PromptRequest(PROMPT, SamplingParams(), adapter="sql")
         assert client._compute_block_keys(adapted) != client._compute_block_keys(prompt_request())
+
+    run_cluster(test)
+
+
+LOAD = {"lora_name": "sql", "lora_path": "new"}
+LOADED = {"fingerprint": b"f" * 32}
+
+
+@pytest.mark.parametrize(
+    "name, previous, undone",
+    [
+        ("sql", None, ("unload_adapter", {"lora_name": "sql"})),
+        ("sql", "old", ("load_adapter", {"lora_name": "sql", "lora_path": "old"})),
+        ("de", None, ("load_adapter", {"lora_name": "de", "lora_path": "german"})),
+    ],
+)
+def test_adapter_that_one_replica_cannot_load_is_undone_on_the_others(
+    name: str, previous: str | None, undone: tuple[str, dict[str, Any]]
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        async def load(path: str, *answers: dict[str, Any]) -> None:
+            arguments = {"lora_name": name, "lora_path": path}
+            calls = asyncio.create_task(cluster.client.call("load_adapter", arguments))
+            for replica, answer in enumerate(answers):
+                await cluster.engines[replica].answer(answer)
+            await calls
+
+        if previous is not None:
+            await load(previous, LOADED, LOADED)
+        with pytest.raises(ApiError, match="all are in use") as raised:
+            await load("new", LOADED, {"error": "all are in use", "status": 429})
+        assert raised.value.status == 429
+        message = await cluster.engines[0].answer({})
+        assert (message.command, message.arguments) == undone
+        stats = asyncio.create_task(cluster.client.call_replicas("stats"))
+        for engine in cluster.engines.values():  # the replica that failed has nothing to undo
+            assert (await engine.answer({})).command == "stats"
+        await stats
+
+    run_cluster(test)
+
+
+def test_adapter_is_undone_on_a_replica_that_does_not_answer_in_time() -> None:
+    async def test(cluster: Cluster) -> None:
+        with pytest.raises(ApiError, match="does not answer within 0.01 s") as raised:
+            await cluster.client.call("unload_adapter", {"lora_name": "de"}, timeout_s=0.01)
+        assert raised.value.status == 503
+        for engine in cluster.engines.values():
+            assert (await engine.answer({})).command == "unload_adapter"
+            assert (await engine.answer(LOADED)).arguments["lora_path"] == "german"
+
+    run_cluster(test)
+
+
+def test_command_reaches_a_replica_that_gets_ready_while_it_is_executed() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, first = cluster.client, cluster.engines[0]
+        for command, arguments in (
+            ("load_adapter", LOAD),
+            ("unload_adapter", {"lora_name": "sql"}),
+        ):
+            client.handle_replica_failure(1)
+            call = asyncio.create_task(client.call(command, arguments))
+            message = await first.receive()
+            assert isinstance(message, EngineCall) and message.command == command
+            second = await cluster.start(1)
+            if command == "unload_adapter":
+                assert (await second.answer(LOADED)).command == "load_adapter"  # as it was
+            await first.send(Reply(message.call_id, LOADED))
+            again = await second.answer(LOADED)
+            assert (again.command, again.arguments) == (command, arguments)
+            await call
+        client.handle_replica_failure(1)
+        call = asyncio.create_task(client.call("pause"))
+        message = await first.receive()
+        assert isinstance(message, EngineCall) and message.command == "pause"
+        second = await cluster.start(1)
+        assert (await second.answer({})).command == "pause"
+        await first.send(Reply(message.call_id, {}))
+        await call
+
+    run_cluster(test)
+
+
+@pytest.mark.parametrize("text", ["", "# HELP a text\n# TYPE a gauge\na 1.0\n"])
+def test_replica_that_does_not_respond_delays_no_metrics_and_no_readiness(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.serve.client.POLL_SECONDS", 0.05)
+
+    async def test(cluster: Cluster) -> None:
+        state = ServerState(ServeConfig(), cluster.client, HttpMetrics("tiny"))
+        state.set_model(await cluster.client.ready)
+        metrics = asyncio.create_task(render_metrics(state))
+        assert (await cluster.engines[1].answer({"text": text})).command == "metrics"
+        async with asyncio.timeout(10):
+            assert text in await metrics
+        ready = asyncio.create_task(get_ready(state, RequestContext("r", "/ready")))
+        await asyncio.sleep(0.1)  # none has answered: the first answer counts
+        assert not ready.done()
+        assert (await cluster.engines[1].answer({"is_paused": True})).command == "stats"
+        with pytest.raises(ApiError, match="the server is paused"):
+            async with asyncio.timeout(10):
+                await ready
+        assert not cluster.client._calls
+
+    run_cluster(test)
+
+
+def test_calls_of_a_failed_replica_are_forgotten() -> None:
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        client.stop_replica(1)
+        client._put_cache(1, CacheReport(7, [], [], 0))  # requests a list of blocks
+        assert len(client._calls) == 2 and len(client._block_calls) == 1
+        client.handle_replica_failure(1)
+        assert not client._calls and not client._block_calls
+
+    run_cluster(test)
+
+
+def test_cancelled_restart_sends_the_requests_that_wait_to_the_replica() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, first = cluster.client, cluster.engines[0]
+        client.handle_replica_failure(1)
+        none: Any = None
+        supervisor = EngineSupervisor(client, {}, _processes={0: none})
+        async with client.generate([prompt_request()], uid="a"):
+            await first.receive_request()
+            restart = asyncio.create_task(supervisor.restart_replica(0))
+            await wait_until(lambda: client.router.replicas[0].is_draining)
+            async with client.generate([prompt_request([9])], uid="b"):
+                restart.cancel()
+                assert (await first.receive_request()).prompt_token_ids == [9]
+
+    run_cluster(test)
+
+
+def test_batch_uses_all_replicas_and_waits_while_none_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[dict[str, Any]] = []
+
+    async def finish(engine: FakeEngine, count: int) -> None:
+        for _ in range(count):
+            message = await engine.receive_request()
+            await engine.send_tokens(message.request_id, (0, 10, "a", "stop"))
+
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        supervisor = EngineSupervisor(client, {})
+
+        @asynccontextmanager
+        async def open_cluster(settings: dict[str, Any]) -> AsyncIterator[EngineSupervisor]:
+            yield supervisor
+
+        async def watch(self: EngineSupervisor) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(batch, "open_engine", open_cluster)
+        monkeypatch.setattr(EngineSupervisor, "watch", watch)
+        for replica in (0, 1):
+            client.handle_replica_failure(replica)
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        requests = [
+            batch.BatchRequest(str(number), "/v1/completions", body) for number in range(10)
+        ]
+        settings = {"served_model_name": "tiny"}
+        config = ServeConfig(served_model_name="tiny")
+        run = asyncio.create_task(batch.run_batch(config, settings, requests, lines.append))
+        await asyncio.sleep(0.05)
+        assert not lines and client.num_sequences == 0
+        engine = await cluster.start(0)
+        await wait_until(lambda: client.num_sequences == 2 * INFO.max_num_seqs)
+        await finish(engine, 10)
+        async with asyncio.timeout(10):
+            assert await run == 0
+
+    run_cluster(test)
+    assert [line["response"]["status_code"] for line in lines] == [200] * 10
+
+
+def test_batch_request_waits_if_all_replicas_fail_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts: list[str] = []
+
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+
+        async def complete(state: ServerState, context: RequestContext) -> dict[str, Any]:
+            attempts.append(context.path)
+            if len(attempts) == 1:
+                for replica in (0, 1):
+                    client.handle_replica_failure(replica)
+            client.check_available()
+            return {}
+
+        monkeypatch.setitem(batch.FUNCTIONS, "/v1/completions", complete)
+        state = ServerState(ServeConfig(), client, HttpMetrics("tiny"))
+        request = batch.BatchRequest("1", "/v1/completions", {})
+        process = asyncio.create_task(batch._process(state, request))
+        await wait_until(lambda: len(attempts) == 1)
+        await cluster.start(1)
+        assert (await process)["error"] is None and len(attempts) == 2
+        for replica in (0, 1):
+            client.handle_replica_failure(replica)
+        process = asyncio.create_task(batch._process(state, request))
+        await asyncio.sleep(0.01)
+        client.fail(ApiError(503, "the engine process has ended."))  # no replica gets ready
+        async with asyncio.timeout(10):
+            assert (await process)["response"]["status_code"] == 503
 
     run_cluster(test)
 
@@ -381,7 +589,7 @@ def test_replica_that_does_not_answer_heartbeats_is_unresponsive() -> None:
     run_cluster(test)
 
 
-def test_drain_waits_for_requests_that_lose_their_replica() -> None:
+def test_drain_waits_for_requests_whose_replica_fails() -> None:
     async def test(cluster: Cluster) -> None:
         client = cluster.client
         async with client.generate([prompt_request()], uid="a") as generation:
@@ -389,7 +597,7 @@ def test_drain_waits_for_requests_that_lose_their_replica() -> None:
             drain = asyncio.create_task(client.drain(timeout_s=10))
             for replica in (0, 1):
                 assert (await cluster.engines[replica].answer({})).command == "drain"
-            client.lose_replica(0)
+            client.handle_replica_failure(0)
             again = await cluster.engines[1].receive_request()
             assert again.progress is not None and not drain.done()
             await cluster.engines[1].send_tokens(again.request_id, (0, 1, "", "stop"))
@@ -431,7 +639,7 @@ def test_restart_of_a_replica_drains_it_and_reports_that_it_cannot_load() -> Non
         with pytest.raises(ApiError, match="replica=0 is not ready: it is being") as raised:
             await supervisor.restart_replica(0)
         assert raised.value.status == 409
-        client.lose_replica(0)
+        client.handle_replica_failure(0)
         engine = FakeEngine(cluster.address, client.start_replica(0))
         process: Any = object()
         supervisor._processes[0] = process
@@ -464,6 +672,7 @@ def test_supervisor_kills_a_replica_that_does_not_answer_and_restarts_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
+    seconds_to_kill: list[float] = []
     sleep = asyncio.sleep
 
     async def sleep_shortly(seconds: float) -> None:
@@ -493,8 +702,17 @@ def test_supervisor_kills_a_replica_that_does_not_answer_and_restarts_it(
         monkeypatch.setattr(EngineSupervisor, "_start_process", start_process)
         answers = asyncio.create_task(answer_heartbeats(cluster.engines[0]))
         watch = asyncio.create_task(supervisor.watch())
+        send_heartbeats = client.send_heartbeats
+
+        def count_heartbeats() -> None:
+            if processes[1].returncode is None:
+                seconds_to_kill.append(HEARTBEAT_S)
+            send_heartbeats()
+
+        monkeypatch.setattr(client, "send_heartbeats", count_heartbeats)
         await wait_until(lambda: len(processes) == 5 and 1 in client.router.replicas)
         assert processes[1].returncode == -9 and processes[0].returncode is None
+        assert sum(seconds_to_kill) == 600, "a step can take minutes"
         assert waits == [1.0, 2.0, 4.0]
         processes[4].kill()  # it was ready: the time begins again
         await wait_until(lambda: len(waits) == 4)
@@ -506,7 +724,7 @@ def test_supervisor_kills_a_replica_that_does_not_answer_and_restarts_it(
 
     monkeypatch.setattr("megalith.serve.supervisor.asyncio.sleep", sleep_shortly)
     run_cluster(test)
-    assert "replica 1 of the engine does not answer; it is killed" in caplog.text
+    assert "replica 1 of the engine does not respond; it is killed" in caplog.text
     assert "replica 1 of the engine ended with code -9; it is restarted in 1 s" in caplog.text
 
 
@@ -549,234 +767,3 @@ def test_metrics_of_replicas_are_one_group_per_metric() -> None:
         '# HELP b text\n# TYPE b counter\nb_total{engine="0"} 2.0\nb_total{engine="1"} 2.0\n'
     )
     assert merge_metrics([text(0)]) == text(0) and merge_metrics([]) == ""
-
-
-# --- a server with two replicas
-
-KEY = {"Authorization": "Bearer secret"}
-COMPLETION = {
-    "model": "tiny",
-    "prompt": "The quick brown fox",
-    "max_tokens": 24,
-    "seed": 5,
-    "n": 2,
-    "logprobs": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def replicas(run: Path) -> Iterator[Server]:
-    """A server of the model under the name tiny, with two replicas."""
-    options = ["--served-model-name", "tiny", "--api-key", "secret", "--enable-admin"]
-    with running_server(run, "--nproc", "2", "--parallel.dp", "2", *options) as server:
-        server.client.headers.update(KEY)
-        wait_for_replicas(server, {0, 1})
-        yield server
-
-
-def wait_for_replicas(server: Server, expected: set[int]) -> None:
-    """Wait until these replicas are ready."""
-    ready: set[int] = set()
-    for _ in range(1200):
-        samples = server.metrics()
-        ready = {
-            index for index in (0, 1) if f'num_requests_running{{engine="{index}"}}' in samples
-        }
-        if ready == expected:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"the replicas {ready} are ready, not {expected}: {server.lines}")
-
-
-class Stream:
-    """A stream of a completion, read on a thread."""
-
-    def __init__(self, server: Server, body: dict[str, Any]) -> None:
-        self.text: dict[int, str] = {}
-        self.logprobs: list[float] = []
-        self.finish_reasons: set[str] = set()
-        self.has_started, self.is_done = threading.Event(), False
-        self._thread = threading.Thread(target=self._read, args=(server.url, body))
-        self._thread.start()
-
-    def _read(self, url: str, body: dict[str, Any]) -> None:
-        with httpx2.stream(
-            "POST", f"{url}/v1/completions", json=body | {"stream": True}, headers=KEY, timeout=60
-        ) as response:
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    self.is_done = True
-                elif line.startswith("data: "):
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        index = choice["index"]
-                        self.text[index] = self.text.get(index, "") + choice["text"]
-                        self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
-                        self.finish_reasons |= {choice["finish_reason"]} - {None}
-                    self.has_started.set()
-
-    def finish(self) -> None:
-        """Wait for the end."""
-        self._thread.join(60)
-        assert self.is_done, f"the stream ended without [DONE]: {self.text}"
-
-
-def make_bodies(count: int) -> list[dict[str, Any]]:
-    """Seeded requests with penalties, choices and stop strings."""
-    options: list[dict[str, Any]] = [
-        {"n": 2, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
-        {"logprobs": 1, "min_tokens": 50},
-        {"stop": ["\\x00\\x01"], "temperature": 1.3},
-    ]
-    return [
-        {"model": "tiny", "prompt": f"request {number}", "max_tokens": 230, "seed": number}
-        | {"ignore_eos": True}
-        | options[number % len(options)]
-        for number in range(count)
-    ]
-
-
-def test_replicas_serve_the_completions_of_one_engine(replicas: Server, server: Server) -> None:
-    expected = server.post("/v1/completions", COMPLETION).raise_for_status().json()["choices"]
-    for _ in range(3):  # on both replicas
-        answer = replicas.post("/v1/completions", COMPLETION).raise_for_status().json()
-        for choice, other in zip(answer["choices"], expected, strict=True):
-            assert choice["text"] == other["text"]
-            logprobs = choice["logprobs"]["token_logprobs"]
-            assert logprobs == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
-
-
-def test_request_hits_the_replica_that_has_its_prefix(replicas: Server) -> None:
-    prompts = [letter * 100 for letter in "abcdef"]
-    for round_number in range(3):
-        for prompt in prompts if round_number != 1 else reversed(prompts):
-            body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
-            usage = replicas.post("/v1/completions", body).raise_for_status().json()["usage"]
-            cached = 96 if round_number else 0
-            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
-    samples = replicas.metrics()
-    hits = [samples[f'prefix_cache_hits_total{{engine="{index}"}}'] for index in (0, 1)]
-    assert min(hits) >= 96 * 2, "one replica has all requests"
-    assert replicas.post("/reset_prefix_cache").status_code == 200
-    usage = replicas.post("/v1/completions", body).raise_for_status().json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
-
-
-def test_streams_of_a_killed_replica_continue_with_the_same_text(replicas: Server) -> None:
-    bodies = make_bodies(9)
-    undisturbed = [Stream(replicas, body) for body in bodies]
-    for stream in undisturbed:
-        stream.finish()
-    streams = [Stream(replicas, body) for body in bodies]
-    for stream in streams:
-        assert stream.has_started.wait(30)
-    assert replicas.post("/pause").status_code == 200
-    samples = replicas.metrics()
-    running = [samples[f'num_requests_running{{engine="{index}"}}'] for index in (0, 1)]
-    assert min(running) > 0, "a replica has no requests"
-    os.kill(children(replicas.process.pid)[0], signal.SIGKILL)
-    wait_for_replicas(replicas, {1})
-    assert replicas.get("/health").status_code == 200
-    assert replicas.get("/ready").status_code == 503  # paused
-    assert replicas.post("/resume").status_code == 200
-    for stream, expected in zip(streams, undisturbed, strict=True):
-        stream.finish()
-        assert stream.text == expected.text
-        assert stream.finish_reasons == expected.finish_reasons
-        assert stream.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_replica_is_restarted_while_requests_run(replicas: Server) -> None:
-    wait_for_replicas(replicas, {0, 1})
-    body = make_bodies(1)[0]
-    expected = replicas.post("/v1/completions", body).json()["choices"]
-    before = children(replicas.process.pid)
-    answers: list[bool] = []
-    is_restarted = threading.Event()
-
-    def complete() -> None:
-        with httpx2.Client(headers=KEY, timeout=120) as client:
-            while not is_restarted.wait(0.3):
-                response = client.post(f"{replicas.url}/v1/completions", json=body)
-                choices = response.raise_for_status().json()["choices"]
-                texts = [choice["text"] for choice in choices]
-                answers.append(texts == [choice["text"] for choice in expected])
-
-    thread = threading.Thread(target=complete)
-    thread.start()
-    response = replicas.post("/restart_replica", {"replica": 1}, timeout=120)
-    assert response.raise_for_status().json() == {"status": "ok"}
-    is_restarted.set()
-    thread.join(120)
-    assert len(answers) > 1 and all(answers)
-    after = children(replicas.process.pid)
-    assert len(after) == 2 and len(set(before) & set(after)) == 1
-    wait_for_replicas(replicas, {0, 1})
-
-
-def test_invalid_replica_is_reported(replicas: Server) -> None:
-    for replica in (2, -1, True, "0", None):
-        response = replicas.post("/restart_replica", {"replica": replica})
-        assert response.status_code == 400
-        assert "the replicas are 0 to 1. Use one" in response.json()["error"]["message"]
-
-
-@pytest.mark.slow
-def test_no_request_is_lost_under_load_and_the_replica_comes_back(replicas: Server) -> None:
-    wait_for_replicas(replicas, {0, 1})
-    bodies = make_bodies(8)
-    expected = [replicas.post("/v1/completions", body).json()["choices"] for body in bodies]
-    answers: list[Any] = []
-
-    def complete(number: int) -> None:
-        with httpx2.Client(headers=KEY, timeout=120) as client:
-            for _ in range(2):
-                response = client.post(f"{replicas.url}/v1/completions", json=bodies[number])
-                answers.append((number, response.status_code, response.json()))
-
-    threads = [threading.Thread(target=complete, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    while len(answers) < 3:
-        time.sleep(0.005)
-    os.kill(children(replicas.process.pid)[0], signal.SIGKILL)
-    for thread in threads:
-        thread.join(120)
-    assert len(answers) == 16
-    for number, status, answer in answers:
-        assert status == 200, answer
-        texts = [choice["text"] for choice in answer["choices"]]
-        assert texts == [choice["text"] for choice in expected[number]]
-    wait_for_replicas(replicas, {0, 1})
-    assert replicas.stop() == 0, replicas.lines
-
-
-def test_impossible_number_of_replicas_is_reported(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for words, text in (
-        (
-            ["--nproc", "6", "--parallel.dp", "2", "--parallel.pp", "2"],
-            "parallel.dp=2 and parallel.pp=2 with --nproc=6: every replica and every stage has "
-            "equally many processes. Set --nproc to a multiple of 4",
-        ),
-        (
-            ["--nproc", "2", "--parallel.dp", "2", "--parallel.tp", "2"],
-            "tp x pp x dp is the number of processes. Set --nproc to 4.",
-        ),
-    ):
-        assert main(["serve", str(run), "--port", "0", *words]) == 2
-        assert text in capfd.readouterr().err
-    assert main(["chat", str(run), "--parallel.dp", "2"]) == 2
-    assert "parallel.dp=2: this command runs one replica" in capfd.readouterr().err
-
-
-def test_replicas_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.serve.supervisor.available_cores", lambda: 8)
-    environments = [replica_environment({"A": "b"}, index, 2, num_ranks=2) for index in range(2)]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["0,1", "2,3"]
-    assert all(each["OMP_NUM_THREADS"] == "2" and each["A"] == "b" for each in environments)
-    given = {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "7,6,5,4"}
-    second = replica_environment(given, 1, 2, num_ranks=2)
-    assert second == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "5,4"}
-    assert replica_environment(given, 0, 1, num_ranks=2) == given

@@ -2,7 +2,8 @@
 
 Replicas report the hashes of the KV cache blocks that they store and evict, with sequence numbers,
 so the router knows exactly which prefix each of them has. A request goes to the replica with the
-best sum of its cached share of the prompt and its share of free sequences.
+best sum of its cached share of the prompt and its share of free sequences; of replicas without free
+sequences to the one with the lowest load.
 """
 
 from collections.abc import Iterable, Sequence
@@ -151,14 +152,19 @@ class RequestRouter:
         return scores
 
     def choose_replica(self, block_keys: Sequence[int]) -> int | None:
-        """Return the replica with the highest score, the least recently chosen one of equal scores,
-        then the first; None: no replica accepts requests."""
+        """Return the replica with the highest score; of equal scores the one with the lowest load
+        if they have no free sequences, then the least recently chosen one, then the first; None: no
+        replica accepts requests."""
         scores = self.compute_scores(block_keys)
         if not scores:
             return None
-        chosen = max(
-            scores, key=lambda index: (scores[index], -self.replicas[index].last_chosen, -index)
-        )
+
+        def rank(index: int) -> tuple[float, int, int, int]:
+            state = self.replicas[index]
+            load = 0 if state.free_share else state.load
+            return (scores[index], -load, -state.last_chosen, -index)
+
+        chosen = max(scores, key=rank)
         self._num_choices += 1
         self.replicas[chosen].last_chosen = self._num_choices
         return chosen

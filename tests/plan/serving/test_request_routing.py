@@ -57,6 +57,17 @@ def test_ties_go_to_the_least_recently_chosen_replica_then_to_the_first() -> Non
     assert [router.choose_replica([]) for _ in range(3)] == [2, 0, 1]
 
 
+def test_full_replicas_of_equal_scores_are_ranked_by_load() -> None:
+    router = make_router(3, max_num_seqs=2)
+    for index, num_tokens in enumerate((30, 10, 20)):
+        router.assign(index, index, num_sequences=2, num_tokens=num_tokens)
+    assert [router.choose_replica([]) for _ in range(2)] == [1, 1]
+    router.update_blocks(0, 0, PROMPT[:1], [])
+    assert router.choose_replica(PROMPT) == 0  # by score
+    router.finish_prefill(0)
+    assert router.choose_replica([]) == 0
+
+
 def test_load_is_waiting_tokens_and_active_blocks() -> None:
     router = make_router()
     router.assign(7, 0, num_sequences=3, num_tokens=100)
