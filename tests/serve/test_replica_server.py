@@ -188,6 +188,12 @@ def test_invalid_replica_is_reported(replicas: Server) -> None:
         response = replicas.post("/restart_replica", {"replica": replica})
         assert response.status_code == 400
         assert "the replicas are 0 to 1. Use one" in response.json()["error"]["message"]
+    response = replicas.post("/update_weights", {"path": "runs/new"})
+    assert response.status_code == 400
+    assert (
+        "this server has 2 replicas, and one that is restarted would have the old weights"
+        in (response.json()["error"]["message"])
+    )
 
 
 @pytest.mark.slow
