@@ -420,10 +420,13 @@ def test_command_reaches_a_replica_that_gets_ready_while_it_is_executed() -> Non
             ("load_adapter", LOAD),
             ("unload_adapter", {"lora_name": "sql"}),
         ):
-            client.handle_replica_failure(1)
+            if command == "load_adapter":
+                client.handle_replica_failure(1)
             call = asyncio.create_task(client.call(command, arguments))
             message = await first.receive()
             assert isinstance(message, EngineCall) and message.command == command
+            if command == "unload_adapter":  # it fails after it got the command
+                client.handle_replica_failure(1)
             second = await cluster.start(1)
             if command == "unload_adapter":
                 assert (await second.answer(LOADED)).command == "load_adapter"  # as it was
