@@ -279,7 +279,7 @@ class InferenceEngine:
     def update_weights(self, source: WeightSource, *, mode: UpdateMode = "drain") -> None:
         """Replace the weights in place and empty the prefix cache. Requests in flight finish with
         the old weights first (`drain`), or continue with the new ones (`recompute`, `keep`); those
-        that have not started wait. The next step returns the tokens generated meanwhile.
+        that have not started wait. The next step returns the tokens generated during the update.
 
         Collective over the ranks that share the model, and over those of a training mesh. The new
         weights are checked first. If they cannot be read any more after that, the old ones are read

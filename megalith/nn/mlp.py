@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
         self.activation = build_activation(config, context)
         """Gated activation of the concatenated gate and up."""
         self.gate_up = _up(f"{name}.gate_up", (2,), config, context)
-        self.down = _down(f"{name}.down", config, context)
+        self.down = _build_down_projection(f"{name}.down", config, context)
 
     def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
@@ -51,7 +51,7 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = build_activation(config, context)
         self.up = _up(f"{name}.up", (), config, context)
-        self.down = _down(f"{name}.down", config, context)
+        self.down = _build_down_projection(f"{name}.down", config, context)
 
     def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
@@ -130,7 +130,7 @@ def _up(
     return context.column_linear([(weight, Init(config.init_std))], biases)
 
 
-def _down(name: str, config: ModelConfig, context: BuildContext) -> RowLinear:
+def _build_down_projection(name: str, config: ModelConfig, context: BuildContext) -> RowLinear:
     """Build the down projection [h, f] from the local inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
     tp = context.mesh.tp

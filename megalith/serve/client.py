@@ -391,7 +391,7 @@ class EngineClient:
         if command in ("load_adapter", "unload_adapter"):
             async with self._adapter_lock:
                 return await self._change_adapter(command, arguments, timeout_s)
-        if command in ("pause", "resume"):  # before it is sent: a replica can get ready meanwhile
+        if command in ("pause", "resume"):  # before it is sent: a replica can register in between
             self._is_paused = command == "pause"
         answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
         return self._check_answers(answers.values())
@@ -461,7 +461,7 @@ class EngineClient:
     async def _change_adapter(
         self, command: str, arguments: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
-        """Load or unload an adapter on all replicas, also on those that get ready meanwhile. If it
+        """Load or unload an adapter on all replicas, also on those that register in between. If it
         fails on one, the others get the previous adapter of the name again.
 
         Raises:
