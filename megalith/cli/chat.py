@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options) + engine_problems(run.engine))
     raise_all(parallel_problems(run.engine, run.parallel))
     raise_all(single_replica_problems(run.parallel))
-    from megalith.infer.load import open_source
+    from megalith.infer.layout import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
@@ -180,7 +180,7 @@ def settings(options: ChatOptions) -> SamplingParams:
 def run_chat(options: ChatOptions, run: GenerateRun) -> int:
     """Load the model and chat, as one rank of the job that the environment describes; rank 0
     reads input and prints."""
-    from megalith.infer.load import open_source
+    from megalith.infer.layout import open_source
     from megalith.launch.worker import (
         Worker,
         check_consistent_settings,
@@ -225,7 +225,8 @@ def open_chat(
 
     from megalith.data.tokenizer import build_tokenizer
     from megalith.infer.chat import Chat, select_template
-    from megalith.infer.load import build_generation_mesh, load_text_generator
+    from megalith.infer.layout import build_generation_mesh
+    from megalith.infer.load import load_text_generator
 
     template = select_template(source, build_tokenizer(source.tokenizer), options.template)
     mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)

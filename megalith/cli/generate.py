@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options) + engine_problems(run.engine))
     raise_all(parallel_problems(run.engine, run.parallel))
     prompts = read_prompts(options)
-    from megalith.infer.load import open_source
+    from megalith.infer.layout import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
@@ -165,7 +165,7 @@ def build_worker_arguments(options: GenerateOptions, source: Path, file: Path) -
 def write(options: GenerateOptions, prompts: Sequence[str], run: GenerateRun) -> int:
     """Load the model and generate, as one rank of the job that the environment describes; rank 0
     prints."""
-    from megalith.infer.load import open_source
+    from megalith.infer.layout import open_source
     from megalith.launch.worker import (
         Worker,
         check_consistent_settings,
@@ -207,7 +207,8 @@ def generate_all(
     import torch
 
     from megalith.infer.generate import generate_text
-    from megalith.infer.load import build_generation_mesh, load_text_generator
+    from megalith.infer.layout import build_generation_mesh
+    from megalith.infer.load import load_text_generator
 
     mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
     dtype: torch.dtype = getattr(

@@ -10,8 +10,9 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError
 from megalith.hf.convert import find_own_template, find_turn_end
 from megalith.hf.pretrained import Pretrained
+from megalith.infer.build import build_engine
 from megalith.infer.engine import InferenceEngine
-from megalith.infer.load import TextGenerator, build_engine
+from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import TokenOutput
 from megalith.infer.stopping_criteria import add_turn_end
 

@@ -8,7 +8,8 @@ from megalith.config.generation import SamplingParams
 from megalith.config.serve import EngineConfig
 from megalith.data.tokenizer import StreamDecoder, Tokenizer, encode_prompt
 from megalith.errors import CheckpointError, DataError
-from megalith.infer.load import TextGenerator, build_engine
+from megalith.infer.build import build_engine
+from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import TokenOutput
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.parallel.group import Group, gather_objects

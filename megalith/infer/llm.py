@@ -22,14 +22,11 @@ from megalith.data.chat_template import Message, find_template
 from megalith.data.tokenizer import encode_prompt
 from megalith.errors import CheckpointError, ConfigError, DataError, UserError, raise_all
 from megalith.hf.convert import find_turn_end
+from megalith.infer.build import build_engine
 from megalith.infer.chat import select_template
 from megalith.infer.engine import EngineCallback, InferenceEngine
-from megalith.infer.load import (
-    TextGenerator,
-    build_engine,
-    load_text_generator,
-    open_source,
-)
+from megalith.infer.layout import open_source
+from megalith.infer.load import TextGenerator, load_text_generator
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.refit import UpdateMode, WeightSource
 from megalith.infer.stopping_criteria import add_turn_end

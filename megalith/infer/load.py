@@ -1,8 +1,6 @@
 """Load a trained model with its tokenizer for text generation."""
 
 import logging
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import torch
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.fields import range_problems
 from megalith.config.kernels import (
     OPS,
     KernelsConfig,
@@ -19,39 +16,27 @@ from megalith.config.kernels import (
     is_explicit_backend,
 )
 from megalith.config.model import ModelConfig, MTPConfig
-from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.config.serve import (
     EngineConfig,
     InferenceParallelConfig,
     Quantization,
     SpeculationConfig,
-    engine_problems,
     parallel_problems,
 )
-from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.hf.pretrained import (
     Pretrained,
-    check_has_adapters,
     load_weights,
-    locate_source,
-    open_pretrained,
 )
-from megalith.hf.release import release_run
-from megalith.infer.adapters import AdapterManager
-from megalith.infer.batch_invariance import check_batch_invariance
-from megalith.infer.cache import (
-    CachePlan,
-    PagedKVCache,
-    check_cache_dtype,
-    plan_cache,
-    plan_pool,
-    token_groups,
+from megalith.infer.draft_model import check_same_vocabulary
+from megalith.infer.layout import (
+    DEFAULT_PARALLEL,
+    generation_layout,
+    generation_pipeline,
+    open_source,
 )
-from megalith.infer.draft_model import DraftModelProposer, check_same_vocabulary
-from megalith.infer.engine import EngineCallback, InferenceEngine
-from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
 from megalith.infer.pipeline import PipelineLink
 from megalith.infer.quantize import (
     build_int8_grouped_matmul_ops,
@@ -61,44 +46,26 @@ from megalith.infer.quantize import (
     load_int8_weights,
     set_int8_dtype,
 )
-from megalith.infer.refit import WeightUpdater
-from megalith.infer.runner import ModelRunner
-from megalith.infer.speculative import (
-    NUM_DRAFT_TOKENS,
-    DraftLengthController,
-    DraftProposer,
-    NGramProposer,
-    Speculator,
-    check_speculation,
-)
 from megalith.kernels.backend import select_backends, unavailable_backends
-from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS, SmallBatchLimits
-from megalith.kernels.small_batch_limits import load_or_measure_limits
 from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs
 from megalith.nn.batched_lora import StepAdapters
 from megalith.nn.build import build_context, fastest_matmul_ops, plain_matmul_ops
 from megalith.nn.mlp import ChunkedPrefillMLP
-from megalith.observe.limits import free_memory
 from megalith.parallel.group import (
     SINGLE_RANK,
     Group,
     gather_objects,
     raise_on_all_ranks,
 )
-from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.plan.grid import divisors, model_grid
+from megalith.parallel.mesh import Mesh
 from megalith.plan.kernels import find_backend_spec, why_not
 from megalith.plan.shards import DENSE_AXES
 from megalith.plan.stages import plan_stages
-from megalith.rules.moe import expert_layout_problems
-from megalith.rules.run import check_kv_heads_fit_tp, model_problems
 
 logger = logging.getLogger(__name__)
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 DEFAULT_CONFIG = EngineConfig()
-DEFAULT_PARALLEL = InferenceParallelConfig()
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded unless they propose draft tokens."""
@@ -143,156 +110,6 @@ class TextGenerator:
     """See `InferenceParallelConfig`."""
 
 
-def open_source(
-    source: str,
-    ranks: int,
-    *,
-    base: str | None = None,
-    parallel: InferenceParallelConfig = DEFAULT_PARALLEL,
-) -> Pretrained:
-    """Open the model named by `source` and check that `ranks` can share it; `base`: folder of the
-    base of adapters.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: the number of ranks is not that of the layout, or tp is too large or does not
-            divide the heads; or there is a base but no adapters.
-    """
-    opened = open_pretrained(locate_source(source), base=base)
-    if base is not None:
-        check_has_adapters(opened, base)
-    raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
-    raise_all(inference_layout_problems(opened.model, ranks, parallel))
-    if problems := _model_problems(opened, ranks, parallel):
-        others = parallel.pp * parallel.dp
-        heads = opened.model.num_heads
-        counts = [others * tp for tp in sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})]
-        fits = [str(each) for each in counts if not _model_problems(opened, each, parallel)]
-        raise ConfigError(
-            f"--nproc={ranks}: this number of processes cannot share {opened.path}: "
-            f"{_why_not(opened, ranks, parallel, problems[0])}. "
-            f"Set --nproc to one of {', '.join(fits)}."
-        )
-    return opened
-
-
-def _model_problems(
-    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
-) -> list[str]:
-    """Return the problems with a model or with its parallel layout."""
-    run = _run(opened, ranks, parallel)
-    problems = model_problems(run, trains=False)
-    return problems or expert_layout_problems(opened.model, run.parallel, ranks, trains=False)
-
-
-def _run(opened: Pretrained, ranks: int, parallel: InferenceParallelConfig) -> TrainRun:
-    run = release_run("generate", opened.model, opened.tokenizer, opened.path)
-    return replace(run, parallel=generation_layout(opened.model, ranks, parallel))
-
-
-def _why_not(
-    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig, problem: str
-) -> str:
-    """Return why ranks cannot share a model, in terms of --nproc instead of the settings of a
-    run."""
-    run = _run(opened, ranks, parallel)
-    if check_kv_heads_fit_tp(run, run.parallel.tp) is not None:
-        return (
-            f"each process needs complete KV heads of model.num_heads={opened.model.num_heads} and "
-            f"model.num_kv_heads={opened.model.num_kv_heads}, or an equal number of processes "
-            "per KV head"
-        )
-    reason = re.sub(r"parallel\.\w+=\d+ with ", "", problem.partition(". Set ")[0])
-    return re.sub(r"parallel\.\w+=\d+", f"--nproc={ranks}", reason)
-
-
-def generation_layout(
-    model: ModelConfig, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
-) -> ParallelConfig:
-    """Return the parallel layout for generation: experts are distributed over the tensor- and
-    data-parallel ranks of a pipeline stage if they divide evenly, else over the tensor-parallel
-    ones.
-
-    Ranks that share experts take part in every all-to-all: see `InferenceEngine.step`.
-    """
-    tp = ranks // (parallel.pp * parallel.dp)
-    layout = ParallelConfig(
-        tp=tp, pp=parallel.pp, sp=parallel.sp, pipeline=generation_pipeline(model, parallel.pp)
-    )
-    if model.moe is None:
-        return layout
-    for ep in (tp * parallel.dp, tp):
-        if model.moe.num_experts % ep == 0:
-            return replace(layout, ep=ep, etp=1)
-    return layout
-
-
-def build_generation_mesh(
-    model: ModelConfig, parallel: InferenceParallelConfig, *, rank: int, world: int
-) -> Mesh:
-    """Return the mesh of this rank. Collective over the world."""
-    layout = generation_layout(model, world, parallel)
-    return build_mesh(model_grid(layout, model, world), rank=rank)
-
-
-def generation_pipeline(model: ModelConfig, pp: int) -> PipelineConfig:
-    """Return which layers each of `pp` stages has: equally many, or the first ones one more."""
-    if pp == 1:
-        return PipelineConfig()
-    counts = [model.num_layers // pp + (stage < model.num_layers % pp) for stage in range(pp)]
-    return PipelineConfig(layout="E" + "|".join(f"t*{count}" for count in counts) + "L")
-
-
-def inference_layout_problems(
-    model: ModelConfig, ranks: int, parallel: InferenceParallelConfig
-) -> list[str]:
-    """Return a message for every setting of a layout that does not fit the processes or the
-    model."""
-    problems = range_problems(parallel, "parallel")
-    if problems:
-        return problems
-    if parallel.pp > model.num_layers:
-        problems.append(
-            f"parallel.pp={parallel.pp} is more than model.num_layers={model.num_layers}: every "
-            f"stage has a layer. Set parallel.pp to at most {model.num_layers}."
-        )
-    others = parallel.pp * parallel.dp
-    if ranks % others:
-        problems.append(
-            f"parallel.pp={parallel.pp} and parallel.dp={parallel.dp} with --nproc={ranks}: every "
-            "stage and every data-parallel rank has equally many processes. Set --nproc to a "
-            f"multiple of {others}."
-        )
-    elif parallel.tp not in (None, ranks // others):
-        problems.append(
-            f"parallel.tp={parallel.tp}, parallel.pp={parallel.pp} and parallel.dp={parallel.dp} "
-            f"with --nproc={ranks}: tp x pp x dp is the number of processes. Set --nproc to "
-            f"{parallel.tp * others}."
-        )
-    elif parallel.sp and model.mla is not None:
-        problems.append(
-            "parallel.sp=true with model.mla: every rank caches the latent vectors of all tokens. "
-            "Set parallel.sp to false; parallel.dp divides the sequences among ranks."
-        )
-    elif parallel.sp and ranks == others:
-        problems.append(
-            f"parallel.sp=true with --nproc={ranks}: there is one tensor-parallel rank, and no "
-            "tokens to share. Set parallel.sp to false."
-        )
-    return problems
-
-
-def generation_problems(model: ModelConfig) -> list[str]:
-    """Return why a model cannot generate text token by token, as messages."""
-    if model.attention.causal:
-        return []
-    return [
-        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens attend to later "
-        "tokens, which are not generated yet. Use a model with model.attention.causal=true to "
-        "generate."
-    ]
-
-
 def load_text_generator(
     source: Pretrained,
     mesh: Mesh,
@@ -324,36 +141,17 @@ def load_text_generator(
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
-    draft_model = None
-    if config.speculation.draft_model is not None:
-        opened = open_draft_model(config.speculation.draft_model, source.model, mesh.tp.size)
-        draft_config = replace(config, speculation=SpeculationConfig(), max_adapters=0, adapters=())
-        draft = load_text_generator(
-            opened, mesh, device, dtype, kernels=kernels, config=draft_config
-        )
-        check_same_vocabulary(tokenizer, draft.tokenizer, config.speculation.draft_model)
-        draft_model = draft.model
+    _check_adapters_fit_mlp_chunks(config, mlp_chunks)
     # MTP layers are used in training, and for draft tokens.
     model_config = source.model
     if config.speculation.method != "mtp":
         model_config = replace(model_config, mtp=MTPConfig())
     step_adapters = None if config.max_adapters == 0 else StepAdapters()
-    if step_adapters is not None and mlp_chunks > 1:
-        raise ConfigError(
-            f"--mlp-chunks={mlp_chunks} with max_adapters={config.max_adapters}: chunks of MLPs "
-            "have no adapters. Remove --mlp-chunks, or set max_adapters to 0."
-        )
     quantizes = config.quantization == "int8"
     if quantizes:
         check_int8_supported(device, backends)
     layout = generation_layout(model_config, mesh.world.size, parallel)
-    if model_config.moe is not None and layout.ep < layout.tp * parallel.dp:
-        logger.warning(
-            "%d experts do not divide over %d tensor- and data-parallel ranks, so that some ranks "
-            "hold the same experts",
-            model_config.moe.num_experts,
-            layout.tp * parallel.dp,
-        )
+    _warn_if_experts_are_replicated(model_config, layout, parallel)
     context = build_context(
         model_config,
         mesh,
@@ -370,6 +168,7 @@ def load_text_generator(
     (model,) = build_chunks(context)
     check_mlp_chunks(model, mlp_chunks, source.path)
     load_decoder(model, source, device, mesh.world)
+    draft_model = _load_draft_model(source.model, tokenizer, mesh, device, dtype, kernels, config)
     return TextGenerator(
         model=model.eval(),
         tokenizer=tokenizer,
@@ -385,6 +184,56 @@ def load_text_generator(
         step_adapters=step_adapters,
         replicate_kv_heads=parallel.replicate_kv_heads,
     )
+
+
+def _load_draft_model(
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: KernelSetting,
+    config: EngineConfig,
+) -> Decoder | None:
+    """Load the draft model of an engine for `model`; None if it has none. Collective.
+
+    Raises:
+        ConfigError: its vocabulary or its layout does not fit the model.
+    """
+    name = config.speculation.draft_model
+    if name is None:
+        return None
+    source = open_draft_model(name, model, mesh.tp.size)
+    draft_config = replace(config, speculation=SpeculationConfig(), max_adapters=0, adapters=())
+    draft = load_text_generator(source, mesh, device, dtype, kernels=kernels, config=draft_config)
+    check_same_vocabulary(tokenizer, draft.tokenizer, name)
+    return draft.model
+
+
+def _check_adapters_fit_mlp_chunks(config: EngineConfig, mlp_chunks: int) -> None:
+    """Check that prompts are processed by undivided MLPs if there are adapters.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if config.max_adapters and mlp_chunks > 1:
+        raise ConfigError(
+            f"--mlp-chunks={mlp_chunks} with max_adapters={config.max_adapters}: chunks of MLPs "
+            "have no adapters. Remove --mlp-chunks, or set max_adapters to 0."
+        )
+
+
+def _warn_if_experts_are_replicated(
+    model: ModelConfig, layout: ParallelConfig, parallel: InferenceParallelConfig
+) -> None:
+    """Warn if the experts do not divide over the tensor- and data-parallel ranks."""
+    if model.moe is not None and layout.ep < layout.tp * parallel.dp:
+        logger.warning(
+            "%d experts do not divide over %d tensor- and data-parallel ranks, so that some ranks "
+            "hold the same experts",
+            model.moe.num_experts,
+            layout.tp * parallel.dp,
+        )
 
 
 def find_expert_group(layout: ParallelConfig, mesh: Mesh) -> Group:
@@ -482,248 +331,6 @@ def kernel_problems(
             reason = reason.replace("precision.params", "dtype")
             problems.append(f"kernels.{op}={backend}: {reason}. Set kernels.{op} to auto.")
     return problems
-
-
-def build_engine(
-    generator: TextGenerator, config: EngineConfig, *, callbacks: Sequence[EngineCallback] = ()
-) -> InferenceEngine:
-    """Build an inference engine for a loaded model. Collective over its ranks.
-
-    Raises:
-        ConfigError: settings are invalid, or the memory does not suffice for the KV cache.
-    """
-    raise_all(engine_problems(config))
-    if config.quantization not in ("none", generator.quantization):
-        raise ConfigError(
-            f"engine.quantization={config.quantization}: the model was loaded with quantization="
-            f"{generator.quantization}. Load it with quantization={config.quantization}."
-        )
-    model = generator.model
-    group, device = model.tp_comm.group, next(model.parameters()).device
-    check_cache_dtype(config.cache.dtype, device)
-    plan = plan_cache(
-        model.config,
-        tp=group.size,
-        element_size=model.dtype.itemsize,
-        dtype=config.cache.dtype,
-        replicate_kv_heads=generator.replicate_kv_heads,
-        layers=model.stage.layers,
-    )
-    check_speculation(config, plan)
-    draft_plan = plan_draft_cache(generator, config)
-    free_bytes, bytes_per_token = _reduce_memory(generator, plan, device)
-    plan = replace(plan, bytes_per_token=bytes_per_token)
-    # bytes of a token in all groups: both caches store as many tokens
-    own_bytes = max(1, plan.bytes_per_token * len(plan.layout.groups))
-    draft_bytes = 0
-    if draft_plan is not None:
-        draft_bytes = draft_plan.bytes_per_token * len(draft_plan.layout.groups)
-    size = plan_pool(
-        model.config,
-        config,
-        plan,
-        free_bytes=free_bytes * own_bytes // (own_bytes + draft_bytes),
-    )
-    kernels = expand_kernel_setting(generator.kernels)
-    cache = PagedKVCache(
-        plan,
-        num_blocks=size.num_blocks,
-        block_size=config.cache.block_size,
-        batch_invariant=config.batch_invariant,
-        kernel=kernels.backend_name("attention"),
-        has_padding=not model.tp_comm.invariant or generator.expert_group.size > 1,
-        groups=token_groups(model),
-    )
-    if config.batch_invariant:
-        _check_invariant_backends(kernels)
-    limits = _small_batch_limits(generator, config, device)
-    adapters = build_adapter_manager(generator, config)
-    runner = ModelRunner(
-        model,
-        cache,
-        limits=limits,
-        link=generator.link,
-        adapters=adapters,
-        expert_group=generator.expert_group,
-    )
-
-    def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
-        return InferenceEngine(
-            runner,
-            config,
-            max_model_len=size.max_model_len,
-            tokenizer=generator.tokenizer,
-            eos_token_ids=generator.stops,
-            callbacks=callbacks,
-            speculator=build_speculator(generator, config, runner, draft_plan),
-            dp=generator.dp,
-            updater=WeightUpdater(model, generator.ranks, generator.source),
-        )
-
-    if config.batch_invariant:
-        check_batch_invariance(build(()))
-    engine = build(callbacks)
-    for entry in config.adapters:
-        engine.load_adapter(*entry.split("=", 1))
-    logger.info("%s", engine.describe())
-    if config.max_model_len is None:
-        _warn_if_context_is_reduced(size.max_model_len, model.config, config)
-    return engine
-
-
-def build_adapter_manager(generator: TextGenerator, config: EngineConfig) -> AdapterManager | None:
-    """Return the adapters of an engine, none of them loaded; None if it holds none.
-
-    Raises:
-        ConfigError: the generator was loaded without them.
-    """
-    if config.max_adapters == 0:
-        return None
-    if generator.step_adapters is None or generator.source is None:
-        raise ConfigError(
-            f"max_adapters={config.max_adapters}: the model was loaded without adapters. Pass the "
-            "same config to load_generator."
-        )
-    return AdapterManager(
-        generator.model,
-        generator.step_adapters,
-        generator.source,
-        generator.ranks,
-        max_adapters=config.max_adapters,
-        max_rank=config.max_lora_rank,
-    )
-
-
-def _warn_if_context_is_reduced(
-    max_model_len: int, model: ModelConfig, config: EngineConfig
-) -> None:
-    """Warn if the KV cache cannot hold a sequence of the model's context length."""
-    if max_model_len < model.max_seq_len:
-        logger.warning(
-            "the KV cache holds sequences of at most %d tokens, less than the context of %d. For "
-            "longer ones increase cache.memory_fraction=%s, or free memory.",
-            max_model_len,
-            model.max_seq_len,
-            config.cache.memory_fraction,
-        )
-
-
-def _check_invariant_backends(kernels: KernelsConfig) -> None:
-    """Check that no operation is set to a backend whose results depend on the number of tokens.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for op in OPS:
-        backend = kernels.backend_name(op)
-        if backend not in ("auto", "numba", "paged"):
-            raise ConfigError(
-                f"batch_invariant=true with kernels.{op}={backend}: it needs the compiled kernels, "
-                "for every number of tokens. Set kernels to auto, or batch_invariant to false."
-            )
-
-
-def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePlan | None:
-    """Plan the KV cache of the draft model or the MTP layers, if the engine uses one.
-
-    Raises:
-        ConfigError: the generator was loaded without it, or it has recurrent states.
-    """
-    speculation, model = config.speculation, generator.model
-    tp, element_size = model.tp_comm.group.size, model.dtype.itemsize
-    if speculation.method == "mtp":
-        num_layers = speculation.num_draft_tokens or max(1, model.config.mtp.num_layers)
-        return plan_mtp_cache(
-            model.config,
-            num_layers=num_layers,
-            tp=tp,
-            element_size=element_size,
-            dtype=config.cache.dtype,
-            replicate_kv_heads=generator.replicate_kv_heads,
-        )
-    if speculation.method != "draft_model":
-        return None
-    if generator.draft_model is None:
-        raise ConfigError(
-            f"speculation.draft_model={speculation.draft_model}: the model was loaded without it. "
-            "Pass the same config to load_generator."
-        )
-    plan = plan_cache(
-        generator.draft_model.config,
-        tp=tp,
-        element_size=element_size,
-        dtype=config.cache.dtype,
-        replicate_kv_heads=generator.replicate_kv_heads,
-    )
-    check_speculation(config, plan)
-    return plan
-
-
-def build_speculator(
-    generator: TextGenerator,
-    config: EngineConfig,
-    runner: ModelRunner,
-    draft_plan: CachePlan | None,
-) -> Speculator | None:
-    """Return the speculator of an engine; None without drafts. `runner`: of its model. The cache of
-    `draft_plan` stores as many tokens as that of the model."""
-    if config.speculation.method == "none":
-        return None
-    model, max_tokens = runner.model, config.max_num_batched_tokens
-    longest = config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
-    proposer: DraftProposer = NGramProposer()
-    if draft_plan is not None:
-        num_groups = max(1, len(runner.cache.plan.layout.groups))
-        cache = PagedKVCache(
-            draft_plan,
-            num_blocks=-(-runner.cache.num_blocks * len(draft_plan.layout.groups) // num_groups),
-            block_size=runner.cache.block_size,
-            kernel=runner.cache.kernel,
-            groups=token_groups(generator.draft_model or model),
-        )
-        if generator.draft_model is None:
-            longest = len(draft_plan.slots)
-            proposer = MTPProposer(runner, cache, max_tokens=max_tokens)
-        else:
-            proposer = DraftModelProposer(
-                ModelRunner(generator.draft_model, cache, limits=runner.limits),
-                vocab_size=model.config.vocab_size,
-                max_num_batched_tokens=max_tokens,
-            )
-    # the clocks of ranks differ
-    measures_time = generator.ranks.size == 1
-    return Speculator(proposer, DraftLengthController(longest, measures_time=measures_time))
-
-
-def _small_batch_limits(
-    generator: TextGenerator, config: EngineConfig, device: torch.device
-) -> SmallBatchLimits:
-    """Return the numbers of rows for which matmuls use the small-batch kernel, the same on all
-    tensor-parallel ranks."""
-    backend = expand_kernel_setting(generator.kernels).backend_name("small_batch_matmul")
-    if backend == "numba":
-        return ALL_ROW_COUNTS
-    if device.type != "cpu" or backend != "auto" or config.batch_invariant:
-        return NO_ROW_COUNTS
-    group = generator.model.tp_comm.group
-    limits = gather_objects(load_or_measure_limits(), group)[0]
-    assert isinstance(limits, SmallBatchLimits)
-    return limits
-
-
-def _reduce_memory(
-    generator: TextGenerator, plan: CachePlan, device: torch.device
-) -> tuple[int, int]:
-    """Return the free bytes of memory of the rank that has least, and the bytes per token of the
-    stage that stores most, so that all ranks have the same blocks. Ranks share the memory of
-    CPUs."""
-    if device.type == "cpu":
-        free = free_memory() // generator.ranks.size
-    else:
-        free, _ = torch.accelerator.memory.get_memory_info(device)
-    values = gather_objects((free, plan.bytes_per_token), generator.ranks)
-    pairs = [each for each in values if isinstance(each, tuple)]
-    return min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:

@@ -27,7 +27,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.serve import GenerateRun
 from megalith.config.tree import dump_yaml
 from megalith.hf.release import release_run
-from megalith.infer.load import open_source
+from megalith.infer.layout import open_source
 from megalith.kernels.norm import RMSNormFunction
 from megalith.launch.worker import Worker
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs

@@ -10,7 +10,8 @@ from megalith.config.generation import SamplingParams
 from megalith.config.tree import apply_overrides
 from megalith.data.huggingface import train_bpe
 from megalith.infer.generate import generate_text
-from megalith.infer.load import load_text_generator, open_source
+from megalith.infer.layout import open_source
+from megalith.infer.load import load_text_generator
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.rules.run import run_problems
 from megalith.testing.tiny import tiny_run

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
+from megalith.infer.build import build_speculator, plan_draft_cache
 from megalith.infer.cache import (
     CachePlan,
     PagedKVCache,
@@ -19,7 +20,7 @@ from megalith.infer.cache import (
     token_groups,
 )
 from megalith.infer.engine import EngineCallback, InferenceEngine
-from megalith.infer.load import TextGenerator, build_speculator, plan_draft_cache
+from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.pipeline import PipelineLink
 from megalith.infer.runner import ModelRunner

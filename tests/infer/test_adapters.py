@@ -27,15 +27,11 @@ from megalith.config.serve import (
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.hf.peft import ADAPTER_CONFIG
 from megalith.infer.adapters import AdapterManager
+from megalith.infer.build import build_engine
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.layout import build_generation_mesh, open_source
 from megalith.infer.llm import LLM, AsyncLLM, load_generator
-from megalith.infer.load import (
-    TextGenerator,
-    build_engine,
-    build_generation_mesh,
-    load_text_generator,
-    open_source,
-)
+from megalith.infer.load import TextGenerator, load_text_generator
 from megalith.infer.outputs import RequestOutput
 from megalith.models.decoder import Decoder
 from megalith.nn.batched_lora import AdapterGroup, BatchedLora

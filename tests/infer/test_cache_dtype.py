@@ -18,7 +18,7 @@ from megalith.errors import ConfigError
 from megalith.infer.batch_invariance import logprob_values
 from megalith.infer.cache import attention_views, check_cache_dtype, plan_cache
 from megalith.infer.draft_model import DraftModelProposer
-from megalith.infer.load import generation_layout
+from megalith.infer.layout import generation_layout
 from megalith.infer.mtp_drafts import MTPProposer
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention.kv_blocks import KVBlocks

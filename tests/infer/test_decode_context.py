@@ -14,8 +14,10 @@ from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, MTPCo
 from megalith.config.moe import CapacityConfig, MoEConfig
 from megalith.config.serve import CacheConfig, EngineConfig, InferenceParallelConfig
 from megalith.infer.batch_invariance import check_batch_invariance
+from megalith.infer.build import build_engine
 from megalith.infer.cache import plan_cache
-from megalith.infer.load import TextGenerator, build_engine, connect_stages, generation_layout
+from megalith.infer.layout import generation_layout
+from megalith.infer.load import TextGenerator, connect_stages
 from megalith.infer.outputs import RequestOutput
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention import paged

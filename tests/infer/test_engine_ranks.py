@@ -12,7 +12,7 @@ from megalith.config.generation import SamplingParams
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import ConfigError
-from megalith.infer.load import generation_layout
+from megalith.infer.layout import generation_layout
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.nn.moe import Router
 from megalith.observe.flight import FlightRecorder

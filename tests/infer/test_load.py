@@ -27,14 +27,9 @@ from megalith.errors import ConfigError, DataError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
-from megalith.infer.load import (
-    TextGenerator,
-    build_engine,
-    generation_layout,
-    kernel_problems,
-    load_text_generator,
-    open_source,
-)
+from megalith.infer.build import build_engine
+from megalith.infer.layout import generation_layout, open_source
+from megalith.infer.load import TextGenerator, kernel_problems, load_text_generator
 from megalith.kernels import cpu_threads
 from megalith.kernels.activation import WeightedGatedFunction
 from megalith.kernels.grouped_linear import GroupedLinearFunction
@@ -139,7 +134,7 @@ def test_engine_uses_the_backends_of_the_settings(
     if not cpu_threads.openmp():
         pytest.skip("the kernels need torch's OpenMP library")
     measured = SmallBatchLimits(fp32=3, bf16=2, int8=1)
-    monkeypatch.setattr("megalith.infer.load.load_or_measure_limits", lambda: measured)
+    monkeypatch.setattr("megalith.infer.build.load_or_measure_limits", lambda: measured)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     source = open_source(str(path), 1)
     expected = text(path)

@@ -18,12 +18,8 @@ from megalith.config.serve import (
     parallel_problems,
 )
 from megalith.errors import RankError
-from megalith.infer.load import (
-    connect_stages,
-    find_expert_group,
-    generation_layout,
-    inference_layout_problems,
-)
+from megalith.infer.layout import generation_layout, inference_layout_problems
+from megalith.infer.load import connect_stages, find_expert_group
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks

@@ -13,7 +13,8 @@ from megalith.config.model import AttentionConfig, CrossConfig, MLAConfig, Model
 from megalith.config.moe import CapacityConfig, MoEConfig
 from megalith.config.serve import InferenceParallelConfig
 from megalith.infer.engine import InferenceEngine
-from megalith.infer.load import connect_stages, generation_layout
+from megalith.infer.layout import generation_layout
+from megalith.infer.load import connect_stages
 from megalith.infer.outputs import RequestOutput
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid

@@ -19,14 +19,11 @@ from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.release import release_run
 from megalith.infer import quantize
+from megalith.infer.build import build_engine
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.layout import build_generation_mesh, open_source
 from megalith.infer.llm import LLM
-from megalith.infer.load import (
-    build_engine,
-    build_generation_mesh,
-    load_text_generator,
-    open_source,
-)
+from megalith.infer.load import load_text_generator
 from megalith.infer.quantize import iter_quantized_weights, iter_row_boxes
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.parallel.group import single_rank_group

@@ -21,14 +21,9 @@ from megalith.config.serve import CacheConfig, EngineConfig, InferenceParallelCo
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError
-from megalith.infer.load import (
-    build_engine,
-    build_generation_mesh,
-    find_expert_group,
-    generation_layout,
-    load_text_generator,
-    open_source,
-)
+from megalith.infer.build import build_engine
+from megalith.infer.layout import build_generation_mesh, generation_layout, open_source
+from megalith.infer.load import find_expert_group, load_text_generator
 from megalith.infer.refit import TrainingWeights, send_weights
 from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel import transfer

@@ -1,0 +1,176 @@
+"""Parallel layout of a model during inference: which processes can share it, and their mesh."""
+
+import re
+from dataclasses import replace
+
+from megalith.config.fields import range_problems
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.config.serve import (
+    InferenceParallelConfig,
+)
+from megalith.config.train import TrainRun
+from megalith.errors import ConfigError, raise_all
+from megalith.hf.pretrained import (
+    Pretrained,
+    check_has_adapters,
+    locate_source,
+    open_pretrained,
+)
+from megalith.hf.release import release_run
+from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.plan.grid import divisors, model_grid
+from megalith.rules.moe import expert_layout_problems
+from megalith.rules.run import check_kv_heads_fit_tp, model_problems
+
+DEFAULT_PARALLEL = InferenceParallelConfig()
+
+
+def open_source(
+    source: str,
+    ranks: int,
+    *,
+    base: str | None = None,
+    parallel: InferenceParallelConfig = DEFAULT_PARALLEL,
+) -> Pretrained:
+    """Open the model named by `source` and check that `ranks` can share it; `base`: folder of the
+    base of adapters.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: the number of ranks is not that of the layout, or tp is too large or does not
+            divide the heads; or there is a base but no adapters.
+    """
+    opened = open_pretrained(locate_source(source), base=base)
+    if base is not None:
+        check_has_adapters(opened, base)
+    raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
+    raise_all(inference_layout_problems(opened.model, ranks, parallel))
+    if problems := _model_problems(opened, ranks, parallel):
+        others = parallel.pp * parallel.dp
+        heads = opened.model.num_heads
+        counts = [others * tp for tp in sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})]
+        fits = [str(each) for each in counts if not _model_problems(opened, each, parallel)]
+        raise ConfigError(
+            f"--nproc={ranks}: this number of processes cannot share {opened.path}: "
+            f"{_why_not(opened, ranks, parallel, problems[0])}. "
+            f"Set --nproc to one of {', '.join(fits)}."
+        )
+    return opened
+
+
+def _model_problems(
+    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
+) -> list[str]:
+    """Return the problems with a model or with its parallel layout."""
+    run = _run(opened, ranks, parallel)
+    problems = model_problems(run, trains=False)
+    return problems or expert_layout_problems(opened.model, run.parallel, ranks, trains=False)
+
+
+def _run(opened: Pretrained, ranks: int, parallel: InferenceParallelConfig) -> TrainRun:
+    run = release_run("generate", opened.model, opened.tokenizer, opened.path)
+    return replace(run, parallel=generation_layout(opened.model, ranks, parallel))
+
+
+def _why_not(
+    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig, problem: str
+) -> str:
+    """Return why ranks cannot share a model, in terms of --nproc instead of the settings of a
+    run."""
+    run = _run(opened, ranks, parallel)
+    if check_kv_heads_fit_tp(run, run.parallel.tp) is not None:
+        return (
+            f"each process needs complete KV heads of model.num_heads={opened.model.num_heads} and "
+            f"model.num_kv_heads={opened.model.num_kv_heads}, or an equal number of processes "
+            "per KV head"
+        )
+    reason = re.sub(r"parallel\.\w+=\d+ with ", "", problem.partition(". Set ")[0])
+    return re.sub(r"parallel\.\w+=\d+", f"--nproc={ranks}", reason)
+
+
+def generation_layout(
+    model: ModelConfig, ranks: int, parallel: InferenceParallelConfig = DEFAULT_PARALLEL
+) -> ParallelConfig:
+    """Return the parallel layout for generation: experts are distributed over the tensor- and
+    data-parallel ranks of a pipeline stage if they divide evenly, else over the tensor-parallel
+    ones.
+
+    Ranks that share experts take part in every all-to-all: see `InferenceEngine.step`.
+    """
+    tp = ranks // (parallel.pp * parallel.dp)
+    layout = ParallelConfig(
+        tp=tp, pp=parallel.pp, sp=parallel.sp, pipeline=generation_pipeline(model, parallel.pp)
+    )
+    if model.moe is None:
+        return layout
+    for ep in (tp * parallel.dp, tp):
+        if model.moe.num_experts % ep == 0:
+            return replace(layout, ep=ep, etp=1)
+    return layout
+
+
+def build_generation_mesh(
+    model: ModelConfig, parallel: InferenceParallelConfig, *, rank: int, world: int
+) -> Mesh:
+    """Return the mesh of this rank. Collective over the world."""
+    layout = generation_layout(model, world, parallel)
+    return build_mesh(model_grid(layout, model, world), rank=rank)
+
+
+def generation_pipeline(model: ModelConfig, pp: int) -> PipelineConfig:
+    """Return which layers each of `pp` stages has: equally many, or the first ones one more."""
+    if pp == 1:
+        return PipelineConfig()
+    counts = [model.num_layers // pp + (stage < model.num_layers % pp) for stage in range(pp)]
+    return PipelineConfig(layout="E" + "|".join(f"t*{count}" for count in counts) + "L")
+
+
+def inference_layout_problems(
+    model: ModelConfig, ranks: int, parallel: InferenceParallelConfig
+) -> list[str]:
+    """Return a message for every setting of a layout that does not fit the processes or the
+    model."""
+    problems = range_problems(parallel, "parallel")
+    if problems:
+        return problems
+    if parallel.pp > model.num_layers:
+        problems.append(
+            f"parallel.pp={parallel.pp} is more than model.num_layers={model.num_layers}: every "
+            f"stage has a layer. Set parallel.pp to at most {model.num_layers}."
+        )
+    others = parallel.pp * parallel.dp
+    if ranks % others:
+        problems.append(
+            f"parallel.pp={parallel.pp} and parallel.dp={parallel.dp} with --nproc={ranks}: every "
+            "stage and every data-parallel rank has equally many processes. Set --nproc to a "
+            f"multiple of {others}."
+        )
+    elif parallel.tp not in (None, ranks // others):
+        problems.append(
+            f"parallel.tp={parallel.tp}, parallel.pp={parallel.pp} and parallel.dp={parallel.dp} "
+            f"with --nproc={ranks}: tp x pp x dp is the number of processes. Set --nproc to "
+            f"{parallel.tp * others}."
+        )
+    elif parallel.sp and model.mla is not None:
+        problems.append(
+            "parallel.sp=true with model.mla: every rank caches the latent vectors of all tokens. "
+            "Set parallel.sp to false; parallel.dp divides the sequences among ranks."
+        )
+    elif parallel.sp and ranks == others:
+        problems.append(
+            f"parallel.sp=true with --nproc={ranks}: there is one tensor-parallel rank, and no "
+            "tokens to share. Set parallel.sp to false."
+        )
+    return problems
+
+
+def generation_problems(model: ModelConfig) -> list[str]:
+    """Return why a model cannot generate text token by token, as messages."""
+    if model.attention.causal:
+        return []
+    return [
+        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens attend to later "
+        "tokens, which are not generated yet. Use a model with model.attention.causal=true to "
+        "generate."
+    ]
