@@ -12,6 +12,7 @@ from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
+from megalith.infer.recorded_forward import RecordedForwards
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
@@ -22,7 +23,7 @@ from megalith.kernels.linear_small_batch import (
     small_batch_matmul,
 )
 from megalith.kernels.packed import seq_params_from_queries
-from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
+from megalith.models.decoder import NOTHING_RECEIVED, CachedLayersRunner, Decoder, StageTensors
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
@@ -94,6 +95,9 @@ class ModelRunner:
         self._num_token_shards = 1 if model.tp_comm.invariant else model.tp_comm.group.size
         self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
+        # collectives and kernels on other devices are not recorded
+        is_recorded = self._device.type == "cpu" and not self.is_distributed
+        self.recorded = RecordedForwards(model) if is_recorded else None
 
     @property
     def vocab(self) -> VocabSlice:
@@ -201,8 +205,17 @@ class ModelRunner:
                 LayerInputs(seq_params),
                 self.cache.layers(step),
                 received=received,
+                run_cached_layers=self._find_recordings(rows, states),
             )
         return outputs
+
+    def _find_recordings(
+        self, rows: Sequence[PlannedRow], states: Mapping[int, SequenceState]
+    ) -> CachedLayersRunner | None:
+        """Return the recorded forward passes if they are those of the rows: without adapters."""
+        if self.recorded is None or any(states[row.seq_id].adapter is not None for row in rows):
+            return None
+        return self.recorded.run
 
     def _count_padding(self, num_tokens: int) -> int:
         """Return how many tokens of padding follow the tokens of a step: with sequence parallelism

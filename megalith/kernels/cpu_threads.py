@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -196,6 +197,45 @@ def can_use(*tensors: Tensor) -> bool:
     )
 
 
+@dataclass(slots=True)
+class LoopCall:
+    """A call of a compiled loop; repeating it reads and writes the same addresses."""
+
+    address: int
+    arguments: "ctypes.Array[ctypes.c_int64]"
+    num_threads: int
+
+    def __call__(self) -> None:
+        """Run the loop on torch's threads."""
+        openmp_library = openmp()
+        assert openmp_library is not None
+        openmp_library.parallel(self.address, self.arguments, self.num_threads, 0)
+
+
+LoopObserver = Callable[[LoopCall, Sequence[Tensor]], None]
+"""Called after every call of a loop, with the tensors that it reads and writes."""
+
+
+class _ObservedLoops(threading.local):
+    """Observer of the loops of a thread."""
+
+    observer: LoopObserver | None = None
+
+
+_observed = _ObservedLoops()
+
+
+@contextmanager
+def observe_loops(observer: LoopObserver | None) -> Iterator[None]:
+    """Call `observer` after every loop that this thread runs inside a `with` block."""
+    before = _observed.observer
+    _observed.observer = observer
+    try:
+        yield
+    finally:
+        _observed.observer = before
+
+
 def run(
     loop: Loop | LoopFunction,
     dtype: torch.dtype,
@@ -204,17 +244,27 @@ def run(
 ) -> None:
     """Run a compiled loop on torch's threads: tensors of `dtype`, `elements` elements of work,
     arguments in the order of the loop's docstring."""
-    launch(loop, dtype, list(map(_bits, arguments)), elements=elements)
+    tensors: Sequence[Tensor] = ()
+    if _observed.observer is not None:
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+    launch(loop, dtype, list(map(_bits, arguments)), elements=elements, tensors=tensors)
 
 
 def launch(
-    loop: Loop | LoopFunction, dtype: torch.dtype, block: Sequence[int], *, elements: int
+    loop: Loop | LoopFunction,
+    dtype: torch.dtype,
+    block: Sequence[int],
+    *,
+    elements: int,
+    tensors: Sequence[Tensor] = (),
 ) -> None:
-    """`run` for arguments that are integers already, such as addresses: takes half the time."""
-    openmp_library = openmp()
-    assert openmp_library is not None
+    """`run` for arguments that are integers already, such as addresses: takes half the time.
+    `tensors`: those at the addresses, for an observer."""
     argument_block = _block_type(len(block))(*block)
-    openmp_library.parallel(_loop_address(loop, dtype), argument_block, num_threads(elements), 0)
+    call = LoopCall(_loop_address(loop, dtype), argument_block, num_threads(elements))
+    call()
+    if _observed.observer is not None:
+        _observed.observer(call, tensors)
 
 
 @cache

@@ -49,6 +49,16 @@ StageTensors = Mapping[str, Tensor]
 NOTHING_RECEIVED: StageTensors = MappingProxyType({})
 
 
+CachedLayers = Callable[[Tensor, LayerInputs, Sequence[LayerCache]], tuple[Tensor, LayerInputs]]
+"""(x [t, h], inputs, caches) -> (x [t, h], inputs with the cross-layer source): the layers of a
+stage."""
+
+CachedLayersRunner = Callable[
+    [CachedLayers, Tensor, LayerInputs, Sequence[LayerCache]], tuple[Tensor, LayerInputs]
+]
+"""Runs the layers of a stage with these arguments, or repeats an earlier forward pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderOutputs:
     """Outputs of the model that losses are computed from; full logits are never materialized."""
@@ -199,6 +209,7 @@ class Decoder(nn.Module):
         *,
         received: StageTensors = NOTHING_RECEIVED,
         mtp_inputs: MTPInputs = (),
+        run_cached_layers: CachedLayersRunner | None = None,
     ) -> dict[str, Tensor]:
         """ids [t] -> named hidden states, each [t, h] in the layout of `tp_comm`.
 
@@ -206,7 +217,8 @@ class Decoder(nn.Module):
         starts with `received`, the outputs of the previous stage. It passes on the
         `cross_layer_source` to stages with layers that attend to it, and `mtp_hidden.DEPTH`, the
         outputs of MTP layers, from their stage to that of the loss: see `plan/stages`.
-        `mtp_inputs` are the ids and labels of the MTP layers.
+        `mtp_inputs` are the ids and labels of the MTP layers. `run_cached_layers` replaces
+        the forward pass of the layers if there are caches: see `infer/recorded_forward`.
         """
         inputs = replace(
             self.relative.add_to(self.rotations.add_to(inputs)),
@@ -221,8 +233,10 @@ class Decoder(nn.Module):
             x = received[HIDDEN]
         if caches is None:
             x, inputs = self.run_layers(list(self.layers), x, inputs, self.source_hook)
-        else:
+        elif run_cached_layers is None:
             x, inputs = self._forward_with_caches(x, inputs, caches)
+        else:
+            x, inputs = run_cached_layers(self._forward_with_caches, x, inputs, caches)
         if self.stage.norm:
             x = self.norm(x)
         outputs = dict(received) | {HIDDEN: x}

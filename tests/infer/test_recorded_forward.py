@@ -1,0 +1,188 @@
+"""Recorded forward passes: the bits of eager ones, and what cannot be recorded."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.generation import SamplingParams
+from megalith.infer.engine import InferenceEngine
+from megalith.infer.outputs import RequestOutput
+from megalith.infer.recorded_forward import MAX_TOKENS, RecordedForwards
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
+from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS, SmallBatchLimits
+from megalith.kernels.packed import seq_params_from_rows
+from tests.infer.engines import build, run
+from tests.infer.test_engine import KINDS, random_requests
+
+NOT_RECORDED = {
+    "MLA": "MLA chooses its form by the lengths of the sequences",
+    "experts": "returns a value to Python",
+}
+
+
+def generate(
+    engine: InferenceEngine, requests: Sequence[tuple[list[int], SamplingParams]]
+) -> list[RequestOutput]:
+    arrivals = {index: 3 * index for index in range(len(requests))}
+    return run(engine, requests, arrivals)
+
+
+def results(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [
+        [(one.token_ids, [each.logprob for each in one.logprobs or ()]) for one in output.outputs]
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits"),
+    [
+        (torch.float32, ALL_ROW_COUNTS),
+        (torch.bfloat16, NO_ROW_COUNTS),
+        (torch.bfloat16, ALL_ROW_COUNTS),
+        (torch.float64, NO_ROW_COUNTS),
+    ],
+    ids=["fp32", "bf16 torch", "bf16", "fp64"],
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_RECORDED])
+def test_recorded_passes_give_the_bits_of_eager_ones(
+    kind: str, dtype: torch.dtype, limits: SmallBatchLimits, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(**KINDS[kind]), dtype=dtype)
+    requests = random_requests(3, model.config.vocab_size, count=6)
+    outputs = []
+    for is_recorded in (False, True):
+        engine = build(model, max_num_batched_tokens=21, max_num_seqs=9, speculation="ngram")
+        engine.runner.limits = limits
+        recorded = engine.runner.recorded
+        assert recorded is not None
+        if not is_recorded:
+            engine.runner.recorded = None
+        outputs.append(results(generate(engine, requests)))
+        assert recorded.failure is None
+        assert (recorded.num_replays > 8) == is_recorded
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("kind", NOT_RECORDED)
+def test_a_model_that_cannot_be_recorded_runs_eagerly(kind: str, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64)
+    requests = random_requests(3, model.config.vocab_size, count=4)
+    eager = build(model)
+    eager.runner.recorded = None
+    engine = build(model)
+    assert results(generate(engine, requests)) == results(generate(eager, requests))
+    assert engine.runner.recorded is not None
+    assert engine.runner.recorded.num_replays == 0
+    assert NOT_RECORDED[kind] in str(engine.runner.recorded.failure)
+
+
+def test_moved_weights_are_recorded_again(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    requests = random_requests(4, model.config.vocab_size, count=3)
+    engine = build(model, prefix_caching=False)
+    before = results(generate(engine, requests))
+    for parameter in {id(each): each for each in model.parameters()}.values():
+        old = parameter.data
+        parameter.data = old.clone()
+        old.fill_(float("nan"))
+    assert results(generate(engine, requests)) == before
+    recorded = engine.runner.recorded
+    assert recorded is not None and recorded.failure is None
+
+
+def test_weights_updated_in_place_are_used(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    requests = random_requests(4, model.config.vocab_size, count=3)
+    engine = build(model, prefix_caching=False)
+    generate(engine, requests)
+    with torch.no_grad():
+        next(model.layers.parameters()).mul_(-3)
+    expected = build(model, prefix_caching=False)
+    expected.runner.recorded = None
+    assert results(generate(engine, requests)) == results(generate(expected, requests))
+
+
+class _Layers(torch.nn.Module):
+    """Layers of one matrix, in place of those of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4, dtype=torch.float64) * 2)
+
+    def run(
+        self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, LayerInputs]:
+        return x @ self.weight, inputs
+
+    def add_positions(
+        self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, LayerInputs]:
+        return x @ self.weight + inputs.seq_params.position_ids[:, None], inputs
+
+    def branch_on_value(
+        self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, LayerInputs]:
+        return (x @ self.weight if float(x.sum()) > 0 else -x), inputs
+
+    def return_source(
+        self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, LayerInputs]:
+        return x @ self.weight, replace(inputs, encoder_hidden=x + 1)
+
+
+def inputs_of(x: Tensor, start: int) -> LayerInputs:
+    seq_params = seq_params_from_rows(1, len(x))
+    return LayerInputs(replace(seq_params, position_ids=torch.arange(start, start + len(x))))
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("run", None),
+        ("add_positions", "reads a tensor that is made anew in each step"),
+        ("branch_on_value", "returns a value to Python"),
+        ("return_source", "a later stage reads a tensor of these layers"),
+    ],
+)
+@torch.inference_mode()
+def test_what_depends_on_the_step_is_found_while_recording(method: str, reason: str | None) -> None:
+    layers = _Layers()
+    recorded = RecordedForwards(layers)
+    forward = getattr(layers, method)
+    for step in range(5):
+        x = torch.full((3, 4), (-1.0) ** step + step, dtype=torch.float64)
+        inputs = inputs_of(x, step)
+        y, outputs = recorded.run(forward, x, inputs, [])
+        expected, expected_inputs = forward(x, inputs, [])
+        assert torch.equal(y, expected)
+        if expected_inputs.encoder_hidden is not None:
+            assert torch.equal(outputs.encoder_hidden, expected_inputs.encoder_hidden)
+    assert recorded.num_replays == (3 if reason is None else 0)
+    assert recorded.failure is None if reason is None else reason in str(recorded.failure)
+
+
+@torch.inference_mode()
+def test_results_of_earlier_steps_do_not_change() -> None:
+    layers = _Layers()
+    recorded = RecordedForwards(layers)
+    results = []
+    for step in range(4):
+        x = torch.full((2, 4), float(step), dtype=torch.float64)
+        results.append(recorded.run(layers.run, x, inputs_of(x, 0), [])[0])
+    assert [float(y[0, 0]) for y in results] == [0, 2, 4, 6]
+
+
+@torch.inference_mode()
+def test_passes_over_many_tokens_are_not_recorded() -> None:
+    layers = _Layers()
+    recorded = RecordedForwards(layers)
+    x = torch.ones(MAX_TOKENS + 1, 4, dtype=torch.float64)
+    for _ in range(3):
+        recorded.run(layers.run, x, inputs_of(x, 0), [])
+    assert recorded.num_replays == 0
