@@ -141,6 +141,9 @@ def adapter_problems(config: EngineConfig) -> list[str]:
     return problems
 
 
+CollectivesName = Literal["auto", "nvls", "process_group"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceParallelConfig:
     """Parallel layout of the processes that run one model (`--nproc`)."""
@@ -158,6 +161,11 @@ class InferenceParallelConfig:
 
     sp: bool = False
     """Sequence parallelism: between matmuls, each tensor-parallel rank has a part of the tokens."""
+
+    collectives: CollectivesName = "auto"
+    """Collectives of tensor-parallel layers. process_group: gloo or NCCL; nvls: NVLink multicast in
+    symmetric memory, with less latency, on GPUs of one machine that NVSwitches connect (Hopper or
+    later); auto: nvls if every tp rank supports it."""
 
     replicate_kv_heads: bool = False
     """Where tp exceeds the number of KV heads, or with MLA: whether every rank stores all tokens of

@@ -100,7 +100,11 @@ def generation_layout(
     """
     tp = ranks // (parallel.pp * parallel.dp)
     layout = ParallelConfig(
-        tp=tp, pp=parallel.pp, sp=parallel.sp, pipeline=generation_pipeline(model, parallel.pp)
+        tp=tp,
+        pp=parallel.pp,
+        sp=parallel.sp,
+        overlap=False,  # there is no backward
+        pipeline=generation_pipeline(model, parallel.pp),
     )
     if model.moe is None:
         return layout

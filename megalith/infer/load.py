@@ -58,6 +58,7 @@ from megalith.parallel.group import (
     raise_on_all_ranks,
 )
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.nvls import choose_collectives
 from megalith.plan.kernels import find_backend_spec, why_not
 from megalith.plan.shards import DENSE_AXES
 from megalith.plan.stages import plan_stages
@@ -130,8 +131,9 @@ def load_text_generator(
 
     Raises:
         CheckpointError: its weights are damaged.
-        ConfigError: mlp_chunks is set, and no MLP supports it; a backend that is set by name cannot
-            be used; or the device or the kernels do not support the quantization.
+        ConfigError: mlp_chunks is set, and no MLP supports it; a backend or collectives that are
+            set by name cannot be used; or the device or the kernels do not support the
+            quantization.
         DataError: its tokenizer no longer exists, or has more tokens than the model.
     """
     backends = expand_kernel_setting(kernels)
@@ -156,6 +158,7 @@ def load_text_generator(
         model_config,
         mesh,
         layout,
+        collectives=choose_collectives(parallel.collectives, mesh.tp, device),
         dtype=dtype,
         backends=select_backends(backends),
         prefill_mlp_chunks=mlp_chunks,
@@ -168,7 +171,9 @@ def load_text_generator(
     (model,) = build_chunks(context)
     check_mlp_chunks(model, mlp_chunks, source.path)
     load_decoder(model, source, device, mesh.world)
-    draft_model = _load_draft_model(source.model, tokenizer, mesh, device, dtype, kernels, config)
+    draft_model = _load_draft_model(
+        source.model, tokenizer, mesh, device, dtype, kernels, config, parallel
+    )
     return TextGenerator(
         model=model.eval(),
         tokenizer=tokenizer,
@@ -194,6 +199,7 @@ def _load_draft_model(
     dtype: torch.dtype,
     kernels: KernelSetting,
     config: EngineConfig,
+    parallel: InferenceParallelConfig,
 ) -> Decoder | None:
     """Load the draft model of an engine for `model`; None if it has none. Collective.
 
@@ -205,7 +211,9 @@ def _load_draft_model(
         return None
     source = open_draft_model(name, model, mesh.tp.size)
     draft_config = replace(config, speculation=SpeculationConfig(), max_adapters=0, adapters=())
-    draft = load_text_generator(source, mesh, device, dtype, kernels=kernels, config=draft_config)
+    draft = load_text_generator(
+        source, mesh, device, dtype, kernels=kernels, config=draft_config, parallel=parallel
+    )
     check_same_vocabulary(tokenizer, draft.tokenizer, name)
     return draft.model
 

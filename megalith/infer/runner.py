@@ -24,7 +24,6 @@ from megalith.kernels.linear_small_batch import (
 )
 from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, CachedLayersRunner, Decoder, StageTensors
-from megalith.parallel.collectives import all_gather
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
@@ -225,9 +224,7 @@ class ModelRunner:
 
     def _gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
         """Return the hidden states [num_tokens, h] of all ranks, without those of padding."""
-        if self._num_token_shards > 1:
-            hidden = all_gather(hidden, self.model.tp_comm.group)
-        return hidden[:num_tokens]
+        return self.model.tp_comm.prepare_input(hidden)[:num_tokens]
 
     def _logits(
         self,

@@ -32,6 +32,12 @@ _UNSUPPORTED_SIZES = (
 SPECULATIVE_TOKENS = "--num-speculative-tokens"
 """Draft tokens, which Megatron takes from the MTP layers of the model."""
 
+_VALUES = {
+    "--use-legacy-static-engine": "static",
+    "--inference-disable-triton-nvls-kernels": "process_group",
+}
+"""Values that switches set."""
+
 _CONVERSIONS = {"static": "static", "dynamic": "continuous"}
 """Values of engine.batching, by those of --engine-type."""
 
@@ -145,8 +151,8 @@ def _translate_mapped(draft: Draft, name: str, setting: str) -> None:
         draft.put(name, "engine.speculation.method", "mtp")
     if name.startswith("--no-"):
         value = False
-    elif name == "--use-legacy-static-engine":
-        value = "static"
+    elif name in _VALUES:
+        value = _VALUES[name]
     elif name == "--engine-type":
         value = _CONVERSIONS[str(value)]
     draft.put(name, setting, value)

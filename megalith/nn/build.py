@@ -26,7 +26,7 @@ from megalith.nn.lora import (
     row_adapter,
     whole_adapter,
 )
-from megalith.parallel.collectives import OverlapFn, no_overlap
+from megalith.parallel.collectives import PROCESS_GROUP, Collectives, OverlapFn, no_overlap
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
@@ -215,19 +215,23 @@ def build_context(
     *,
     tp_comm: TPComm | None = None,
     collective_matmul: CollectiveMatmul = RING_EXCHANGE,
+    collectives: Collectives = PROCESS_GROUP,
     **fields: Any,
 ) -> BuildContext:
     """Return the context of a model's layers; by default with the communication that `parallel`
-    selects. `collective_matmul` is used if `parallel` overlaps communication with matmuls; `fields`
-    are the other fields of `BuildContext`."""
+    selects. `collective_matmul` is used if `parallel` overlaps communication with matmuls,
+    `collectives` otherwise; `fields` are the other fields of `BuildContext`."""
     parallel = parallel or ParallelConfig()
     if tp_comm is None and parallel.sp and mesh.tp.size > 1:
         tp_comm = SequenceParallelComm(
             mesh.tp,
             overlap=parallel.overlap,
             collective_matmul=collective_matmul if parallel.tp_comm_overlap else None,
+            collectives=collectives,
         )
-    tp_comm = tp_comm or TensorParallelComm(mesh.tp, overlap=parallel.overlap)
+    tp_comm = tp_comm or TensorParallelComm(
+        mesh.tp, overlap=parallel.overlap, collectives=collectives
+    )
     return BuildContext(model=model, mesh=mesh, parallel=parallel, tp_comm=tp_comm, **fields)
 
 

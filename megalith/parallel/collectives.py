@@ -13,7 +13,7 @@ A group of one rank returns its input.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -406,3 +406,21 @@ def mark_partial(x: Tensor, group: Group) -> Tensor:
     Free: only meta tensors, on which types are checked, record it.
     """
     return _apply(MarkPartial, x, group) if group.size > 1 and x.is_meta else x
+
+
+class Collectives(NamedTuple):
+    """Implementation of the collectives before and after tensor-parallel work; it depends on the
+    devices, results do not, except for the order of sums."""
+
+    all_gather: Callable[[Tensor, Group], Tensor]
+    """Equal parts [t, ...] -> all of them [ranks * t, ...]: V -> R."""
+
+    reduce_scatter: Callable[[Tensor, Group], Tensor]
+    """Partial sums [ranks * t, ...] -> this rank's equal part [t, ...] of the sum: P -> V."""
+
+    all_reduce: Callable[[Tensor, Group], Tensor]
+    """Partial sums -> their sum: P -> I."""
+
+
+PROCESS_GROUP = Collectives(all_gather, reduce_scatter, reduce_from_tp)
+"""Those of the process group (gloo, NCCL), for any device; the only ones with gradients."""

@@ -21,12 +21,11 @@ from megalith.kernels.linear import (
 )
 from megalith.observe.machine import FORMATS
 from megalith.parallel.collectives import (
-    all_gather,
+    PROCESS_GROUP,
+    Collectives,
     all_gather_no_grad,
     copy_to_tp,
     mark_partial,
-    reduce_from_tp,
-    reduce_scatter,
 )
 from megalith.parallel.cross_entropy import (
     LossWithLogitStats,
@@ -109,6 +108,9 @@ class TensorParallelComm:
     overlap: bool = True
     """All-reduce dx while the weight gradients are computed."""
 
+    collectives: Collectives = PROCESS_GROUP
+    """Those of forward without overlap."""
+
     @property
     def invariant(self) -> frozenset[str]:
         """All ranks compute the same, so gradients are complete on each."""
@@ -128,7 +130,7 @@ class TensorParallelComm:
     def reduce_output(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
         """All-reduce forward; identity backward."""
         partial_sum = mark_partial(x if matmul is None else matmul(x), self.group)
-        return reduce_from_tp(partial_sum, self.group)
+        return self.collectives.all_reduce(partial_sum, self.group)
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Compute the matmul; every rank has all tokens."""
@@ -159,6 +161,9 @@ class SequenceParallelComm:
     """Decompose communication, in forward too, each step overlapped with a part of a matmul; None:
     communicate all tokens at once."""
 
+    collectives: Collectives = PROCESS_GROUP
+    """Those of forward without overlap."""
+
     @property
     def invariant(self) -> frozenset[str]:
         """None: ranks have different tokens, so their gradients are partial sums."""
@@ -173,7 +178,7 @@ class SequenceParallelComm:
         """All-gather forward; reduce-scatter backward."""
         if matmul is not None and self.overlap and self.group.size > 1:
             return all_gather_linear(x, matmul, self)
-        gathered = all_gather(x, self.group)
+        gathered = self.collectives.all_gather(x, self.group)
         x = derive_recompute(x, gathered, with_arguments(all_gather_no_grad, group=self.group))
         return x if matmul is None else matmul(x)
 
@@ -182,7 +187,7 @@ class SequenceParallelComm:
         if matmul is not None and self.collective_matmul is not None and self.group.size > 1:
             return linear_reduce_scatter(x, matmul, self)
         partial_sum = mark_partial(x if matmul is None else matmul(x), self.group)
-        return reduce_scatter(partial_sum, self.group)
+        return self.collectives.reduce_scatter(partial_sum, self.group)
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Return all tokens, gathered at once or part by part, and their matmul."""

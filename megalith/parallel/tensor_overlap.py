@@ -289,10 +289,10 @@ class LinearReduceScatterFunction(Function):
 # --- fused collective matmul on torch's symmetric memory: matmuls that read the other GPUs' memory
 # directly
 #
-# The only module that uses torch's symmetric memory, a private interface. The ring exchange of
-# parallel/tensor_overlap.py is the reference: same arguments, and same results except for the order
-# of sums. The decomposition is that of Wang et al. 2023 (see there), with copies by the GPUs' copy
-# engines instead of messages.
+# Torch's symmetric memory, a private interface, is used here and in parallel/nvls.py. The ring
+# exchange of parallel/tensor_overlap.py is the reference: same arguments, and same results except
+# for the order of sums. The decomposition is that of Wang et al. 2023 (see there), with copies by
+# the GPUs' copy engines instead of messages.
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from megalith.config.kernels import (
 from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import EngineConfig, SpeculationConfig
+from megalith.config.serve import EngineConfig, InferenceParallelConfig, SpeculationConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
 from megalith.infer.build import build_engine
-from megalith.infer.layout import generation_layout, open_source
+from megalith.infer.layout import build_generation_mesh, generation_layout, open_source
 from megalith.infer.load import TextGenerator, kernel_problems, load_text_generator
 from megalith.kernels import cpu_threads
 from megalith.kernels.activation import WeightedGatedFunction
@@ -40,6 +40,7 @@ from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.mlp import MLP, GatedMLP
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.testing.ranks import run_ranks
 from tests.infer.engines import build, run
 
 CPU = torch.device("cpu")
@@ -495,3 +496,22 @@ def test_generation_accepts_untrainable_router_settings(
     moe = MoEConfig(num_experts=3, top_k=1, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
     assert len(text(path)) == 9
+
+
+def load_with_nvls(rank: int, world: int, path: str) -> str:
+    parallel = InferenceParallelConfig(collectives="nvls")
+    source = open_source(path, world, parallel=parallel)
+    mesh = build_generation_mesh(source.model, parallel, rank=rank, world=world)
+    with pytest.raises(ConfigError) as excinfo:
+        load_text_generator(source, mesh, CPU, torch.float32, parallel=parallel)
+    return str(excinfo.value)
+
+
+def test_nvls_is_rejected_on_cpus(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tokenizer = TokenizerConfig(kind="null", vocab_size=37)
+    path = save(tmp_path, tiny.model(tiny.config()), tokenizer)
+    (text,) = set(run_ranks(load_with_nvls, 2, str(path)))
+    assert text == (
+        "parallel.collectives=nvls is not available to ranks [0, 1]: rank 0 computes on cpu, and "
+        "NVLS needs NVIDIA GPUs. Set parallel.collectives to auto or process_group."
+    )

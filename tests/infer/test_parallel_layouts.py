@@ -1,9 +1,13 @@
 """Sequence-parallel ranks, and data-parallel ranks that share experts, generate the tokens of one
 process."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +24,17 @@ from megalith.config.serve import (
 from megalith.errors import RankError
 from megalith.infer.layout import generation_layout, inference_layout_problems
 from megalith.infer.load import connect_stages, find_expert_group
+from megalith.kernels.triton import launch
+from megalith.parallel import nvls
+from megalith.parallel.collectives import PROCESS_GROUP, Collectives
+from megalith.parallel.group import Group
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.nvls import choose_collectives
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from tests.infer.engines import build, check_logprobs, run
 from tests.infer.test_pipeline import PREEMPTING, make_requests, values_of
+from tests.parallel.multicast import simulate_multicast
 
 CPU = torch.device("cpu")
 EXPERTS = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7, capacity=CapacityConfig())
@@ -101,6 +111,89 @@ def test_ranks_generate_the_tokens_of_one_process(
     assert seen == set(range(len(expected)))
     for _, output in results[0]:
         check_logprobs(model, output)
+
+
+def count_calls(collectives: Collectives, calls: Counter[str]) -> Collectives:
+    """The collectives, whose calls are counted."""
+
+    def count(name: str, x: torch.Tensor, group: Group) -> torch.Tensor:
+        calls[name] += 1
+        result: torch.Tensor = getattr(collectives, name)(x, group)
+        return result
+
+    return Collectives(*(partial(count, name) for name in Collectives._fields))
+
+
+def run_collectives(
+    rank: int,
+    world: int,
+    config: ModelConfig,
+    make: Any,
+    sp: bool,
+    kind: Literal["process_group", "no sum", "nvls"],
+    path: Path,
+) -> tuple[list[Any], Counter[str]]:
+    """Values of all outputs, and the calls of layers; in float64, which the simulated switch adds,
+    too."""
+    layout = generation_layout(config, world, InferenceParallelConfig(sp=sp))
+    mesh = build_mesh(model_grid(layout, config, world), rank=rank)
+    calls: Counter[str] = Counter()
+    chosen = PROCESS_GROUP
+    with (
+        simulate_multicast(mesh.tp, path, 1 << 14),
+        patch.object(nvls, "SUMMED_DTYPES", (torch.float64,)),
+    ):
+        if kind == "nvls":
+            chosen = choose_collectives("nvls", mesh.tp, CPU)
+            subject = chosen.all_reduce.__self__  # type: ignore[attr-defined]  # a method
+        if kind == "no sum":
+            chosen = chosen._replace(all_reduce=lambda x, group: x)
+        chosen = count_calls(chosen, calls)
+        engine = build(
+            make(config, mesh, parallel=layout, dtype=torch.float64, collectives=chosen),
+            **SETTINGS,
+        )
+        outputs = run(engine, make_requests(world)[0])
+    assert kind != "nvls" or not subject.process_group_calls
+    return [values_of(output) for output in outputs], calls
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_layers_communicate_through_the_collectives(
+    sp: bool, tiny: SimpleNamespace, tmp_path: Path
+) -> None:
+    config = tiny.config()
+    expected = run(build(tiny.model(config, dtype=torch.float64)), make_requests(2)[0])
+    results = run_ranks(
+        run_collectives, 2, config, tiny.model, sp, "process_group", tmp_path / "parts"
+    )
+    for values, calls in results:
+        assert values == [values_of(output) for output in expected]
+        assert set(calls) == ({"all_gather", "reduce_scatter"} if sp else {"all_reduce"})
+
+
+def test_missing_sum_changes_the_tokens(tiny: SimpleNamespace, tmp_path: Path) -> None:
+    """Planted fault: collectives without communication."""
+    arguments = tiny.config(), tiny.model, False
+    right, wrong = (
+        run_ranks(run_collectives, 2, *arguments, kind, tmp_path / "parts")[0][0]
+        for kind in ("process_group", "no sum")
+    )
+    assert right != wrong
+
+
+@pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize("sp", [False, True])
+def test_nvls_and_process_group_generate_the_same_bits(
+    sp: bool, tiny: SimpleNamespace, tmp_path: Path
+) -> None:
+    """A sum of two values has one order."""
+    arguments = tiny.config(), tiny.model, sp
+    one, other = (
+        run_ranks(run_collectives, 2, *arguments, kind, tmp_path / "parts")
+        for kind in ("process_group", "nvls")
+    )
+    assert one == other and one[0][1]
 
 
 def test_expert_ranks_of_two_data_parallel_ranks_share_the_experts(tiny: SimpleNamespace) -> None:

@@ -15,7 +15,10 @@ from megalith.kernels.triton.launch import ProgramTile, partial_row_tile, whole_
 from megalith.testing.tiny import INTERPRET
 
 FOLDER = Path(__file__).parent
-FILES = [str(FOLDER / f"test_triton_{name}.py") for name in ("gated", "loss", "norm", "rope")]
+FILES = [
+    str(FOLDER / f"test_triton_{name}.py")
+    for name in ("gated", "loss", "multicast", "norm", "rope")
+]
 
 
 @pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
@@ -42,6 +45,38 @@ def test_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
     )
     assert result.returncode == 0, result.stdout[-4000:]
     assert "skipped" not in result.stdout
+
+
+@pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [("f32", "add.v4.f32"), ("bf16", "add.acc::f32.v4.bf16x2")],
+)
+def test_multicast_kernel_compiles_for_hopper(
+    name: str, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's compiler and assembler need no GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megalith.kernels.triton import multicast
+
+    source = ASTSource(
+        fn=multicast._sum_multicast,
+        signature={
+            "multicast_address": "i64",
+            "out_at": "*i32",
+            "num_chunks": "i32",
+            "FORMAT": "constexpr",
+            "BLOCK": "constexpr",
+        },
+        constexprs={"FORMAT": name, "BLOCK": multicast.CHUNKS},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert f"multimem.ld_reduce.relaxed.sys.global.{instruction} " in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
 
 
 def test_cpu_tensors_are_not_supported_and_triton_is_not_imported() -> None:

@@ -70,6 +70,17 @@ def test_static_engine_becomes_static_batching(words: str) -> None:
     assert dynamic is not None and dynamic.engine.batching == "continuous"
 
 
+def test_nvls_collectives_are_disabled_or_chosen_by_device() -> None:
+    done = serve("--inference-disable-triton-nvls-kernels")
+    assert done.run is not None and done.run.parallel.collectives == "process_group"
+    assert done.command[-2:] == ("--parallel.collectives", "process_group")
+    others = "--transformer-impl inference_optimized --symmetric-ar-type one_shot"
+    done = serve(f"{others} --inference-fuse-tp-communication")
+    assert done.run is not None and done.run.parallel.collectives == "auto"
+    assert done.refusals(strict=True) == []
+    assert verdicts(done)["--inference-fuse-tp-communication"] == "not mapped"
+
+
 def test_first_of_several_limits_applies_and_the_other_is_reported() -> None:
     done = serve(f"--inference-max-requests 8 {DYNAMIC}-max-requests 16")
     assert done.run is not None and done.run.engine.max_num_seqs == 16
