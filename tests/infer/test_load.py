@@ -134,7 +134,7 @@ def test_engine_uses_the_backends_of_the_settings(
     if not cpu_threads.openmp():
         pytest.skip("the kernels need torch's OpenMP library")
     measured = SmallBatchLimits(fp32=3, bf16=2, int8=1)
-    monkeypatch.setattr("megalith.infer.build.load_or_measure_limits", lambda: measured)
+    monkeypatch.setattr("megalith.infer.build.load_or_measure_limits", lambda *, device: measured)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     source = open_source(str(path), 1)
     expected = text(path)

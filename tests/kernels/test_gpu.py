@@ -15,7 +15,8 @@ from megalith.kernels.triton.launch import ProgramTile, partial_row_tile, whole_
 from megalith.testing.tiny import INTERPRET
 
 FOLDER = Path(__file__).parent
-FILES = [str(FOLDER / f"test_triton_{name}.py") for name in ("gated", "loss", "norm", "rope")]
+NAMES = "gated", "loss", "norm", "rope", "paged", "small_batch"
+FILES = [str(FOLDER / f"test_triton_{name}.py") for name in NAMES]
 
 
 @pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
