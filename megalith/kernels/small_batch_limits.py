@@ -159,8 +159,10 @@ def choose_tile(shapes: Sequence[tuple[int, int]], seconds: float, device: torch
         total = 0.0
         for shape in shapes:
             weights = _build_weights(shape, torch.bfloat16, device)
-            _Pair(TILE_ROWS, weights, tile).kernel(weights[0])  # compiles the kernel
-            total += _Pair(TILE_ROWS, weights, tile).measure(seconds / NUM_TILES / len(shapes))[0]
+            _MatmulPair(TILE_ROWS, weights, tile).kernel(weights[0])  # compiles the kernel
+            total += _MatmulPair(TILE_ROWS, weights, tile).measure(
+                seconds / NUM_TILES / len(shapes)
+            )[0]
         times.append(total)
     return times.index(min(times))
 
@@ -173,18 +175,18 @@ def _measure_limit(
     tile: int,
 ) -> int:
     if device.type == "cpu":  # compiles the kernel
-        _Pair(1, [torch.ones(1, 8, dtype=dtype)], 0).measure(0.0)
+        _MatmulPair(1, [torch.ones(1, 8, dtype=dtype)], 0).measure(0.0)
     stop = time.perf_counter() + seconds
     weights = {shape: _build_weights(shape, dtype, device) for shape in shapes}
     if device.type != "cpu":
         for matrices, rows in itertools.product(weights.values(), MEASURED_ROWS):
-            _Pair(rows, matrices, tile).measure(0.0)
+            _MatmulPair(rows, matrices, tile).measure(0.0)
         stop = time.perf_counter() + seconds
     speedups, measured = dict[int, float](), (stop - time.perf_counter()) / len(MEASURED_ROWS)
     for rows in MEASURED_ROWS:
         kernel = reference = 0.0
         for matrices in weights.values():
-            times = _Pair(rows, matrices, tile).measure(measured / len(shapes))
+            times = _MatmulPair(rows, matrices, tile).measure(measured / len(shapes))
             kernel, reference = kernel + times[0], reference + times[1]
         speedups[rows] = math.log(reference / kernel)
     return choose_limit(speedups)
@@ -212,7 +214,7 @@ def _build_weights(
     return list(torch.ones(max(1, min(16, largest)), *shape, dtype=dtype, device=device))
 
 
-class _Pair:
+class _MatmulPair:
     """The kernel and torch, which multiply the same operands."""
 
     def __init__(self, rows: int, weights: Sequence[Tensor], tile: int) -> None:

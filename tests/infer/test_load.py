@@ -175,6 +175,11 @@ def test_backends_that_inference_cannot_use_are_rejected(
     relative = tiny.config(positions="relative")
     (problem,) = kernel_problems(KernelsConfig(attention="paged"), relative, CPU, torch.float32)
     assert problem.startswith("kernels.attention=paged: it does not support relative position")
+    kernels = KernelsConfig(attention="triton", small_batch_matmul="triton")
+    assert kernel_problems(kernels, tiny.config(), CPU, torch.float32) == [
+        f"kernels.{op}=triton: it works on GPUs, and this run is on cpu. Set kernels.{op} to auto."
+        for op in ("attention", "small_batch_matmul")
+    ]
 
 
 @pytest.mark.parametrize(

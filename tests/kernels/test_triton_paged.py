@@ -51,7 +51,7 @@ SCORES = {
     "softcap": Scores(softcap=2.0, scale=0.3),
     "off_by_one": Scores(off_by_one=True, window=33),
 }
-LENGTHS = [(1, 40), (0, 9), (3, 37), (18, 18)]
+LENGTHS = [(1, 40), (0, 9), (3, 20), (9, 9)]
 """Decoding, a row without queries, drafts, a prefill."""
 
 SEGMENT = 16
@@ -120,8 +120,23 @@ def build(scores: Scores = SCORES["full"], **options: Any) -> Step:
     return build_step(lengths, **{**sizes, **options})
 
 
-@pytest.mark.parametrize("number", [SPLIT, WHOLE])
-@pytest.mark.parametrize("name", SCORES)
+def slow(*values: Any) -> Any:  # a ParameterSet of pytest
+    """Parameters of a test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+QUICK = {
+    *(("full", SPLIT), ("window", WHOLE), ("chunked", SPLIT), ("softcap", WHOLE)),
+    ("off_by_one", SPLIT),
+}
+CASES = [
+    (name, number) if (name, number) in QUICK else slow(name, number)
+    for name in SCORES
+    for number in (SPLIT, WHOLE)
+]
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
 def test_attention_matches_the_reference(
     name: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +147,7 @@ def test_attention_matches_the_reference(
     check(build(scores, block_size=block_size, seed=len(name)), scores, sinks)
 
 
-SHAPES = [(6, 2, 7, 5), (2, 2, 48, 70), (40, 1, 20, 8)]
+SHAPES = [(6, 2, 7, 5), slow((2, 2, 48, 70)), slow((40, 1, 20, 8))]
 """Query heads, key/value heads, features of keys and of values; 40 heads need several tiles."""
 
 
@@ -143,13 +158,17 @@ def test_odd_shapes_match_the_reference(shape: tuple[int, int, int, int]) -> Non
     check(build(**sizes, block_size=1, lengths=[(1, 20), (9, 11)]), SCORES["full"])
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT, HALF])
+@pytest.mark.parametrize("dtype", [BFLOAT, slow(HALF)])
 def test_narrow_dtypes_match_the_reference(dtype: torch.dtype) -> None:
     check(build(dtype=dtype), SCORES["full"], torch.zeros(3, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [F32, BFLOAT])
-@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+INT8, FP8 = QUANTIZED
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype"), [(INT8, BFLOAT), (FP8, F32), slow(INT8, F32), slow(FP8, BFLOAT)]
+)
 def test_quantized_cache_gives_the_attention_to_dequantized_keys(
     cache_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
@@ -157,7 +176,7 @@ def test_quantized_cache_gives_the_attention_to_dequantized_keys(
     check(build(scores, cache_dtype=cache_dtype, dtype=dtype), scores)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, *QUANTIZED])
+@pytest.mark.parametrize("cache_dtype", [slow(None), INT8, slow(FP8)])
 def test_latent_attention_matches_attention_with_joined_keys(
     cache_dtype: torch.dtype | None,
 ) -> None:
@@ -203,7 +222,7 @@ class ShardOnly:
     shard: TokenShard
 
 
-@pytest.mark.parametrize("number", [SPLIT, WHOLE])
+@pytest.mark.parametrize("number", [SPLIT, slow(WHOLE)])
 def test_partial_outputs_of_ranks_merge_to_the_attention_to_all_keys(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,18 +261,18 @@ def store_shard(step: Step, rows: Tensor, shard: TokenShard, scores: Scores) -> 
     return cache
 
 
-@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("name", [slow("full"), "window"])
 def test_query_has_the_same_bits_in_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scores, expected = SCORES[name], None
     for block_size in (1, 16):
         # all blocks are stored: the queries of the complete sequence see them
-        step = build(lengths=[(50, 50)], block_size=block_size, seed=1)
+        step = build(lengths=[(40, 40)], block_size=block_size, seed=1)
         set_programs(monkeypatch, WHOLE)
         complete = run(step, scores)
         expected = complete if expected is None else expected
         assert_equals("complete", complete, expected, EXACT)
-        for queries, keys in ((1, 50), (1, 33), (9, 45)):
-            for number in (SPLIT, WHOLE):
+        for queries, keys in ((1, 33), (9, 37)):
+            for number in (SPLIT, WHOLE) if block_size == 1 else (SPLIT,):
                 set_programs(monkeypatch, number)
                 part = run(select(step, [(queries, keys)]), scores)
                 assert_equals("part", part, expected[keys - queries : keys], EXACT)
@@ -320,6 +339,60 @@ if DEVICE.type == "cpu":  # a compiled kernel keeps the functions that it was co
         monkeypatch.setattr(kernels, "_first_visible", lambda *given: first_visible(*given) + 1)
         with pytest.raises(AssertionError, match="expected at most"):
             check(build(SCORES["window"], lengths=[(1, 40)]), SCORES["window"])
+
+
+else:
+    LONG = [(1, 3000), (5, 1000), (0, 50), (1, 16), (40, 40)]
+
+    @pytest.mark.parametrize("cache_dtype", [None, *QUANTIZED])
+    @pytest.mark.parametrize("dtype", [F32, BFLOAT, HALF])
+    @pytest.mark.parametrize("name", ["full", "window", "softcap"])
+    def test_sizes_of_models_match_the_reference(
+        name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None
+    ) -> None:
+        scores = replace(SCORES[name], scale=None)
+        if scores.window is not None:
+            scores = replace(scores, window=700)
+        sizes = {"heads": 32, "kv_heads": 8, "d": 128, "d_v": 128, "block_size": 16}
+        step = build(scores, **sizes, dtype=dtype, cache_dtype=cache_dtype, lengths=LONG)
+        check(step, scores, torch.randn(32))
+
+    @pytest.mark.parametrize("dtype", [F32, BFLOAT])
+    def test_bits_do_not_depend_on_the_division_of_the_work(
+        dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes = {"heads": 32, "kv_heads": 8, "d": 128, "d_v": 128, "block_size": 16}
+        step = build(**sizes, dtype=dtype, lengths=[(1500, 1500)])
+        set_programs(monkeypatch, WHOLE)
+        complete = run(step, SCORES["full"])
+        for queries, keys in ((1, 1500), (5, 1025), (1, 512)):
+            for number in (SPLIT, WHOLE):
+                set_programs(monkeypatch, number)
+                part = run(select(step, [(queries, keys)]), SCORES["full"])
+                assert_equals("part", part, complete[keys - queries : keys], EXACT)
+
+    def test_captured_graph_is_replayed_with_other_lengths() -> None:
+        steps = [
+            move(build(heads=8, kv_heads=2, d=64, d_v=64, lengths=lengths, dtype=BFLOAT, seed=1))
+            for lengths in ([(1, 900), (1, 900)], [(1, 700), (1, 30)])
+        ]
+        tables = [step.metadata.block_tables for step in steps]
+        steps[0].metadata.block_tables[:, :] = -1
+        fixed, caches = steps[0], [torch.cat([step.key_cache for step in steps])]
+        caches.append(torch.cat([step.value_cache for step in steps]))
+        fixed.metadata.block_tables.zero_()
+        call = (fixed.q, *caches, fixed.metadata)
+        paged_attention(*call, kernel="triton")  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = paged_attention(*call, kernel="triton")
+        other, width = steps[1], tables[1].shape[1]
+        fixed.q.copy_(other.q)
+        fixed.metadata.block_tables[:, :width] = tables[1] + len(steps[0].key_cache)
+        fixed.metadata.kv_lengths.copy_(other.metadata.kv_lengths)
+        graph.replay()
+        expected = other.reference(SCORES["full"], None)
+        assert_equals("replayed", out, expected, BF16)
 
 
 # --- storing

@@ -132,6 +132,20 @@ def test_grouped_matmul_equals_one_matmul_per_expert(kind: str, counts: tuple[in
     assert torch.equal(y, expected)
 
 
+if DEVICE.type == "cuda":
+
+    @pytest.mark.parametrize("kind", COMBINATIONS)
+    @pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (1000, 14336)])
+    def test_sizes_of_models_match_float64(kind: str, shape: tuple[int, int]) -> None:
+        x, w, scales = build(kind, 32, *shape)
+        for tile in range(NUM_TILES):
+            whole = small_batch_linear(x, w, scales, tile=tile)
+            assert_close(kind, whole, x, w, scales)
+            for t in (1, 3, 16, 17):
+                part = small_batch_linear(x[:t], w, scales, tile=tile)
+                assert torch.equal(part, whole[:t]), t
+
+
 def test_parts_of_the_inputs_depend_on_the_matrix_only() -> None:
     from megalith.kernels.triton.small_batch import TILES, divide_inputs
 

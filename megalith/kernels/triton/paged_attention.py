@@ -284,7 +284,7 @@ def _list_numbers(paged: PagedKeys, metadata: PagedMetadata) -> Numbers:
     return Numbers._make(parts)
 
 
-class _Tile(NamedTuple):
+class _QueryTile(NamedTuple):
     """Rows of a tile, and the stored keys that they see."""
 
     row: Any  # in a kernel: an integer; here and below
@@ -317,7 +317,7 @@ def _count_before(position: "Count", rank: "Count", SHAPE: tl.constexpr) -> "Cou
 
 
 @triton.jit
-def _locate_tile(inputs: "Inputs", numbers: "Numbers", SHAPE: tl.constexpr) -> "_Tile":
+def _locate_tile(inputs: "Inputs", numbers: "Numbers", SHAPE: tl.constexpr) -> "_QueryTile":
     """Return the tile of this program."""
     chunk: tl.constexpr = 256
     row, begin, first = find_tile(
@@ -335,7 +335,7 @@ def _locate_tile(inputs: "Inputs", numbers: "Numbers", SHAPE: tl.constexpr) -> "
     before = tl.where(is_row, keys - queries, 0)
     first_key = _count_before(_first_visible(before + first, SHAPE), numbers.rank, SHAPE)
     end_key = _count_before(before + last + 1, numbers.rank, SHAPE)
-    return _Tile(
+    return _QueryTile(
         row,
         kv_head,
         (begin + query).to(tl.int64),
@@ -377,7 +377,7 @@ def _load_part(
 @triton.jit
 def _load_queries(
     q_at: "Pointer",
-    tile: "_Tile",
+    tile: "_QueryTile",
     token_stride: "Count",
     head_stride: "Count",
     SHAPE: tl.constexpr,
@@ -415,7 +415,7 @@ def _visible_scores(
     s: "Tensors",
     stored: "Tensors",
     is_key: "Tensors",
-    tile: "_Tile",
+    tile: "_QueryTile",
     numbers: "Numbers",
     SHAPE: tl.constexpr,
 ) -> "Tensors":
@@ -434,7 +434,7 @@ def _attend_segment(
     q_rope: "Tensors",
     inputs: "Inputs",
     numbers: "Numbers",
-    tile: "_Tile",
+    tile: "_QueryTile",
     scale: "Any",
     cap: "Any",
     SHAPE: tl.constexpr,
@@ -512,7 +512,7 @@ def _merge(
 
 @triton.jit
 def _start_state(
-    inputs: "Inputs", tile: "_Tile", SHAPE: tl.constexpr
+    inputs: "Inputs", tile: "_QueryTile", SHAPE: tl.constexpr
 ) -> "tuple[Tensors, Tensors, Tensors]":
     """Return the state before any key: that of the sink."""
     total = tl.full((SHAPE.rows, SHAPE.padded[2]), 0.0, tl.float32)
@@ -531,7 +531,7 @@ def _write_output(
     total: "Tensors",
     top: "Tensors",
     weight: "Tensors",
-    tile: "_Tile",
+    tile: "_QueryTile",
     numbers: "Numbers",
     SHAPE: tl.constexpr,
 ) -> None:
@@ -554,7 +554,7 @@ def _write_output(
 
 @triton.jit
 def _state_places(
-    segment: "Count", tile: "_Tile", numbers: "Numbers", SHAPE: tl.constexpr
+    segment: "Count", tile: "_QueryTile", numbers: "Numbers", SHAPE: tl.constexpr
 ) -> "Tensors":
     """Return where the states of a segment start in the workspace [segments, t, n, d_v + 2]."""
     place = segment * numbers.tokens + tile.token

@@ -53,7 +53,7 @@ TILES = (Tile(64, 256, 4, 3), Tile(32, 256, 4, 3), Tile(128, 128, 4, 3), Tile(16
 default."""
 
 
-class Numbers(NamedTuple):
+class MatmulNumbers(NamedTuple):
     """Sizes and strides of the matmul kernel."""
 
     tokens: int
@@ -87,7 +87,7 @@ def multiply(
         starts = torch.tensor([0, *counts]).cumsum(0).to(x.device, torch.int32)
         blocks = count_tiles(t, experts, groups * ROWS.value)
     sums = y if parts == 1 else y.new_empty(parts, t, outputs, dtype=torch.float32)
-    numbers = Numbers(t, experts, outputs, inputs, steps, x.stride(0), w.stride(0))
+    numbers = MatmulNumbers(t, experts, outputs, inputs, steps, x.stride(0), w.stride(0))
     _multiply[(-(-outputs // config.outputs), parts, blocks)](
         x,
         w,
@@ -137,7 +137,7 @@ def _multiply(
     scales_at: "Pointer",
     starts_at: "Pointer",
     sums_at: "Pointer",
-    numbers: "Numbers",
+    numbers: "MatmulNumbers",
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -205,7 +205,7 @@ def _add_parts(
     scales_at: "Pointer",
     starts_at: "Pointer",
     y_at: "Pointer",
-    numbers: "Numbers",
+    numbers: "MatmulNumbers",
     parts: "Count",
     IS_GROUPED: tl.constexpr,
     IS_INT8: tl.constexpr,
