@@ -8,8 +8,9 @@
 
 Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on
 it what its plain reference computes in float64 on the CPU, how long each way of each kernel takes,
-and then, case by case, tokens/s, utilization of the peak rate and memory of our training step
-beside transformers' Llama, both eager and with compiled layers, small models with CUDA graphs, too.
+also of the inference engine's kernels (paged attention, matmuls of few rows), and then, case by
+case, tokens/s, utilization of the peak rate and memory of our training step beside transformers'
+Llama, both eager and with compiled layers, small models with CUDA graphs, too.
 Contenders take turns in each round; ratios are by round. Where a device cannot hold all of them,
 eager and compiled ones run one after the other. With two GPUs the case `layouts` compares ways to
 overlap tensor parallelism's messages (plain, behind matmuls, rings of messages, fused products) and
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from contenders import inference
 from contenders.kernels import LARGE, SMALL, contests
 from contenders.layouts import RANKS, race_layouts
 from contenders.mixture import AS_THEIRS, DTYPE, Layer, Mixture, qwen3_moe, tiny_moe, unlike
@@ -49,6 +51,7 @@ from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.observe.machine import advise, capabilities, device_peak_tflops, measure, read_machine
 from megalith.plan.costs import flops_per_token
 from megalith.recipes import recipes
+from megalith.testing.tolerance import BF16
 from megalith.train.trainer import DTYPES
 
 LIMIT_SECONDS = 480.0
@@ -170,6 +173,34 @@ def race_kernels(device: torch.device, *, rounds: int) -> None:
             f"  {name:22} {1e3 * statistics.median(ours):8.2f} ms, times as fast as: {others}",
             flush=True,
         )
+
+
+@torch.inference_mode()
+def race_inference(device: torch.device, *, rounds: int) -> bool:
+    """Print what each kernel of the inference engine takes, in bf16, and how many times as fast as
+    other ways that is; whether it computes what torch computes."""
+    sizes = inference.SMALL if device.type == "cpu" else inference.LARGE
+    print(f"kernels of inference on {device}, bf16, {rounds} rounds", flush=True)
+    holds = True
+    for name, ways in inference.inference_contests(device, torch.bfloat16, sizes):
+        error = inference.unlike_torch(ways)
+        holds = holds and error <= BF16.relative
+        turns = take_turns(
+            {way: until_done(run, device) for way, run in ways.items()}, rounds=rounds, warmup=2
+        )
+        ours = turns.seconds["auto"]
+        others = "; ".join(
+            f"{way} {times_as_fast(ours, taken)}"
+            for way, taken in turns.seconds.items()
+            if way != "auto"
+        )
+        print(
+            f"  {'holds ' if error <= BF16.relative else 'MISSED'} {name:28} "
+            f"{1e6 * statistics.median(ours):9.1f} us, error {error:.1e}, times as fast as: "
+            f"{others}",
+            flush=True,
+        )
+    return holds
 
 
 def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) -> None:
@@ -351,6 +382,8 @@ def main() -> int:
         doctor()
     holds = parity(device)
     race_kernels(device, rounds=options.rounds)
+    holds = race_inference(device, rounds=options.rounds) and holds
+    free(device)
     for name in options.case or ORDER:
         began = time.monotonic()
         if began - started + longest > 60 * options.minutes:

@@ -70,11 +70,20 @@ class KernelsConfig:
     """Backend of dropout of hidden states: numba (CPUs)."""
 
     attention: Literal[
-        "auto", "torch", "reference", "cpu_tiled", "sdpa", "split_kv", "varlen", "flex", "paged"
+        "auto",
+        "torch",
+        "reference",
+        "cpu_tiled",
+        "sdpa",
+        "split_kv",
+        "varlen",
+        "flex",
+        "paged",
+        "triton",
     ] = "auto"
     """Backend of attention: cpu_tiled (CPUs), sdpa (torch's kernel), split_kv (intervals of
-    keys), varlen and flex (NVIDIA GPUs), paged (decoding with a paged KV cache on CPUs). torch:
-    sdpa where it supports the scores, else the reference."""
+    keys), varlen and flex (NVIDIA GPUs), paged (decoding with a paged KV cache on CPUs), triton
+    (the same on NVIDIA GPUs). torch: sdpa where it supports the scores, else the reference."""
 
     experts: Literal["auto", "torch", "reference", "loop", "grouped", "batched"] = "auto"
     """Backend of the experts' matmuls: loop (one expert at a time), grouped (torch's
@@ -88,10 +97,10 @@ class KernelsConfig:
     matmul of upcast operands, rounded to bf16; torch and reference: torch's bf16 kernels;
     auto: upcast on CPUs for which torch has no bf16 kernels."""
 
-    small_batch_matmul: Literal["auto", "torch", "reference", "numba"] = "auto"
-    """Backend of matmuls of few rows in the inference engine on CPUs. auto: numba up to the
-    number of rows for which it was measured to be faster than torch on this machine; numba: for
-    every number of rows; torch and reference: torch's matmuls."""
+    small_batch_matmul: FusedBackendSetting = "auto"
+    """Backend of matmuls of few rows in the inference engine. auto: numba (CPUs) or triton (NVIDIA
+    GPUs) up to the number of rows for which it was measured to be faster than torch on this
+    machine; numba, triton: for every number of rows; torch and reference: torch's matmuls."""
 
     def backend_name(self, op: Op) -> BackendName:
         """Return the configured backend of an operation; `all` where it is auto."""

@@ -201,7 +201,7 @@ def _check_invariant_backends(kernels: KernelsConfig) -> None:
     """
     for op in OPS:
         backend = kernels.backend_name(op)
-        if backend not in ("auto", "numba", "paged"):
+        if backend not in ("auto", "numba", "paged", "triton"):
             raise ConfigError(
                 f"batch_invariant=true with kernels.{op}={backend}: it needs the compiled kernels, "
                 "for every number of tokens. Set kernels to auto, or batch_invariant to false."
@@ -284,13 +284,12 @@ def _small_batch_limits(generator: TextGenerator, config: EngineConfig) -> Small
     """Return the numbers of rows for which matmuls use the small-batch kernel, the same on all
     tensor-parallel ranks."""
     backend = expand_kernel_setting(generator.kernels).backend_name("small_batch_matmul")
-    if backend == "numba":
+    if backend in ("numba", "triton"):
         return ALL_ROW_COUNTS
-    device = _device_of(generator)
-    if device.type != "cpu" or backend != "auto" or config.batch_invariant:
+    if backend != "auto" or config.batch_invariant:
         return NO_ROW_COUNTS
     group = generator.model.tp_comm.group
-    limits = gather_objects(load_or_measure_limits(), group)[0]
+    limits = gather_objects(load_or_measure_limits(device=_device_of(generator)), group)[0]
     assert isinstance(limits, SmallBatchLimits)
     return limits
 

@@ -614,7 +614,8 @@ class PagedLayerCache:
         shard = ALL_TOKENS if self._ranks is None else self._ranks.shard
         blocks = self._cache.pool_of(slot, role, rows, shard)
         tokens, slots = self._step.stored_tokens(group, shard)
-        store(blocks, rows if tokens is None else rows[tokens], slots)
+        new_rows = rows if tokens is None else rows[tokens]
+        store(blocks, new_rows, slots, kernel=self._cache.kernel)
         return blocks
 
     def _store_parts(self, rows: Tensor, value_size: int) -> tuple[KVBlocks, KVBlocks]:

@@ -139,7 +139,8 @@ def load_text_generator(
     backends = expand_kernel_setting(kernels)
     raise_all(kernel_problems(backends, source.model, device, dtype))
     raise_all(parallel_problems(config, parallel))
-    if backends.attention == "paged":  # of the engine; gathered keys use the fastest backend
+    # those of the engine; gathered keys use the fastest backend
+    if backends.attention in ("paged", "triton"):
         backends = replace(backends, attention="auto")
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
@@ -331,7 +332,7 @@ def kernel_problems(
         )
         if op in ("dropout", "cross_entropy"):
             reason = "only training uses it"
-        elif op == "attention" and backend != "paged":
+        elif op == "attention" and backend not in ("paged", "triton"):
             reason = "the keys and values are in a paged KV cache, which it does not read"
         elif op == "attention" and model.positions == "relative":
             reason = "it does not support relative position biases"

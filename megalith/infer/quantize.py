@@ -16,6 +16,7 @@ from megalith.kernels.grouped_linear import GroupedMatmulOps
 from megalith.kernels.linear import PLAIN, MatmulOps, stacked
 from megalith.models.decoder import Decoder
 from megalith.parallel.tensor import VocabParallelHead
+from megalith.plan.kernels import CPU, GPU
 from megalith.plan.shards import Box, Shard, split_range_into_boxes
 from megalith.precision.int8 import Int8GroupedMatmulOps, Int8MatmulOps, quantize_int8
 
@@ -135,10 +136,10 @@ def check_int8_supported(device: torch.device, kernels: KernelsConfig) -> None:
     Raises:
         ConfigError: the device or the kernels do not support them.
     """
-    if device.type != "cpu":
+    if device.type not in (CPU, GPU):
         raise ConfigError(
-            f"quantization=int8 is supported on CPUs, not on {device.type}. Set quantization to "
-            "none."
+            f"quantization=int8 is supported on CPUs and NVIDIA GPUs, not on {device.type}. Set "
+            "quantization to none."
         )
     if kernels.backend_name("experts") == "reference":
         raise ConfigError(

@@ -207,6 +207,14 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
             "decoding with a paged KV cache; no biases or masks of pairs",
             why_not=_no_paged_cache,
         ),
+        BackendSpec(
+            "triton",
+            GPU,
+            ALL,
+            "decoding with a paged KV cache; heads of at most 512 features; no biases or masks of "
+            "pairs",
+            why_not=_no_paged_cache,
+        ),
         BackendSpec("split_kv", None, (), "no masks but those of tokens", why_not=_biased),
         BackendSpec("torch", None, deterministic=False),
         BackendSpec("reference", None),
@@ -230,6 +238,7 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
     ),
     "small_batch_matmul": (
         BackendSpec("numba", CPU, NARROW, "inference; weights also int8"),
+        BackendSpec("triton", GPU, ALL, "inference; weights also int8"),
         BackendSpec("torch", None),
         BackendSpec("reference", None),
     ),

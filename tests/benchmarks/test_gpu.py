@@ -32,6 +32,20 @@ def test_every_backend_of_every_kernel_runs(beside_benchmarks: None) -> None:
             run()
 
 
+def test_kernels_of_inference_compute_what_torch_computes(beside_benchmarks: None) -> None:
+    inference = importlib.import_module("contenders.inference")
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    with torch.inference_mode():
+        results = dict(inference.inference_contests(cpu, bf16, inference.SMALL))
+        assert len(results) == 4
+        for name, ways in results.items():
+            assert inference.unlike_torch(ways) <= 2e-2, name
+            for run in ways.values():
+                assert run().isfinite().all()
+    halved = {"auto": lambda: torch.ones(2), "torch": lambda: torch.full((2,), 2.0)}
+    assert inference.unlike_torch(halved) == 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_benchmark_without_a_gpu_ends_with_a_message(run_benchmark: Run) -> None:

@@ -135,7 +135,7 @@ def test_engine_uses_the_backends_of_the_settings(
     if not cpu_threads.openmp():
         pytest.skip("the kernels need torch's OpenMP library")
     measured = SmallBatchLimits(fp32=3, bf16=2, int8=1)
-    monkeypatch.setattr("megalith.infer.build.load_or_measure_limits", lambda: measured)
+    monkeypatch.setattr("megalith.infer.build.load_or_measure_limits", lambda *, device: measured)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     source = open_source(str(path), 1)
     expected = text(path)
@@ -176,6 +176,11 @@ def test_backends_that_inference_cannot_use_are_rejected(
     relative = tiny.config(positions="relative")
     (problem,) = kernel_problems(KernelsConfig(attention="paged"), relative, CPU, torch.float32)
     assert problem.startswith("kernels.attention=paged: it does not support relative position")
+    kernels = KernelsConfig(attention="triton", small_batch_matmul="triton")
+    assert kernel_problems(kernels, tiny.config(), CPU, torch.float32) == [
+        f"kernels.{op}=triton: it works on GPUs, and this run is on cpu. Set kernels.{op} to auto."
+        for op in ("attention", "small_batch_matmul")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ def test_unusable_quantization_is_rejected(tmp_path: Path, tiny: SimpleNamespace
     with pytest.raises(ConfigError, match="engine.quantization=int8: the model was loaded with"):
         build_engine(load(path, "none"), EngineConfig(quantization="int8"))
     with pytest.raises(
-        ConfigError, match="supported on CPUs, not on meta. Set quantization to none"
+        ConfigError,
+        match="on CPUs and NVIDIA GPUs, not on meta. Set quantization to none",
     ):
         load_text_generator(
             open_source(str(path), 1),

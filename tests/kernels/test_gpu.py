@@ -13,17 +13,17 @@ import torch
 from megalith.kernels.triton import launch
 from megalith.kernels.triton.launch import ProgramTile, partial_row_tile, whole_row_tile
 from megalith.testing.tiny import INTERPRET
+from tests.kernels.triton_interpreter import use_triton
 
 FOLDER = Path(__file__).parent
-FILES = [
-    str(FOLDER / f"test_triton_{name}.py")
-    for name in ("gated", "loss", "multicast", "norm", "rope")
-]
+NAMES = "gated", "loss", "norm", "rope", "paged", "small_batch", "multicast"
+FILES = [str(FOLDER / f"test_triton_{name}.py") for name in NAMES]
 
 
 @pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
-def test_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
-    # About 10 s of computing: an interpreter is slow, and one process runs all, because starting it
+@pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_triton_kernels_pass_their_tests_in_the_interpreter(marker: str) -> None:
+    # About 20 s of computing: an interpreter is slow, and one process runs all, because starting it
     # takes 3 s.
     result = subprocess.run(
         [
@@ -32,6 +32,8 @@ def test_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
             "pytest",
             "-q",
             "-x",
+            "-m",
+            marker,
             "-p",
             "no:cacheprovider",
             "-p",
@@ -153,3 +155,85 @@ def test_triton_kernels_compile_for_other_gpus(
         )
         assert compiled.asm["cubin"], program.__name__
         assert compiled.metadata.shared <= 48 << 10
+
+
+class FakeDriver:
+    """A driver of a GPU that is not present: kernels are compiled for it, and not launched."""
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+
+    def get_current_target(self) -> Any:  # GPUTarget of Triton, imported on use
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._generation, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def call_inference_kernels() -> None:
+    """Call the kernels of the paged KV cache and small-batch matmuls with the sizes of models."""
+    from megalith.kernels.attention.paged import paged_attention, paged_latent_attention, store
+    from megalith.kernels.attention.scores import Scores
+    from megalith.kernels.linear_small_batch import small_batch_grouped_linear, small_batch_linear
+    from tests.kernels.test_paged import build_step
+
+    sizes: dict[str, Any] = {"heads": 8, "kv_heads": 2, "d": 128, "d_v": 128, "block_size": 16}
+    lengths, bf16 = [(1, 1000), (2, 30)], torch.bfloat16
+    capped = Scores(window=100, softcap=2.0)
+    for dtype, cache_dtype, scores in (
+        (bf16, None, Scores()),
+        (bf16, torch.int8, capped),
+        (torch.float32, torch.float8_e4m3fn, Scores(off_by_one=True)),
+    ):
+        step = build_step(lengths, **sizes, dtype=dtype, cache_dtype=cache_dtype)
+        caches, rows = (step.key_cache, step.value_cache), torch.zeros(3, 2, 128, dtype=dtype)
+        sinks = torch.zeros(8) if scores is capped else None
+        paged_attention(step.q, *caches, step.metadata, scores, sinks, kernel="triton")
+        store(step.key_cache, rows, torch.arange(3), kernel="triton")
+    step = build_step(lengths, heads=16, kv_heads=1, d=576, d_v=16, block_size=64, dtype=bf16)
+    queries, caches = (x.split([512, 64], dim=-1) for x in (step.q, step.key_cache))
+    scores = Scores(scale=0.1)
+    paged_latent_attention(*queries, *caches, step.metadata, scores, kernel="triton")
+    w = torch.zeros(1024, 4096, dtype=bf16)
+    for tile in range(4):
+        small_batch_linear(torch.zeros(17, 4096, dtype=bf16), w, tile=tile)
+    x, scale = torch.zeros(3, 4096, dtype=bf16), torch.zeros(1024)
+    small_batch_grouped_linear(x, w.to(torch.int8), [1, 2, 0, 0], scale)
+    small_batch_linear(x.float(), w.float())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize("generation", [80, 90])
+def test_kernels_of_inference_compile_for_other_gpus(
+    generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from megalith.kernels.triton import paged_attention, small_batch
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        shared[self.__name__] = max(kernel.metadata.shared, shared.get(self.__name__, 0))
+
+    def operand_type(x: torch.Tensor) -> Any:  # that of a GPU
+        tl = paged_attention.tl
+        return tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32
+
+    run, shared = JITFunction.run, dict[str, int]()
+    use_triton(monkeypatch)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    for module in (paged_attention, small_batch):
+        monkeypatch.setattr(module, "operand_type", operand_type)
+    monkeypatch.setattr(driver, "_active", FakeDriver(generation))
+    call_inference_kernels()
+    names = {"_attend", "_merge_segments", "_store_rows", "_multiply", "_add_parts"}
+    assert set(shared) == names
+    assert max(shared.values()) <= 99 << 10, shared  # the smallest limit since Ampere

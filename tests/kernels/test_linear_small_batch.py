@@ -258,7 +258,7 @@ def test_limits_are_measured_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, limits: SmallBatchLimits) -> list[int]:
     calls: list[int] = []
 
-    def measure(shapes: Any) -> SmallBatchLimits:
+    def measure(shapes: Any, *, device: torch.device) -> SmallBatchLimits:
         calls.append(len(shapes))
         return limits
 
@@ -285,7 +285,7 @@ def test_limits_are_cached_by_shapes_and_machine(
 
 DAMAGED: tuple[str, ...] = (
     *("", "{", "[]", "null", '{"fp32": 1}', '{"fp32": 1, "bf16": 2, "int8": "3"}'),
-    *('{"fp32": -1, "bf16": 2, "int8": 3}', '{"fp32": 1, "bf16": 2, "int8": 3, "fp16": 4}'),
+    *('{"fp32": -1, "bf16": 2, "int8": 3}', '{"fp32": 1, "bf16": 2, "int8": 3, "fp64": 4}'),
 )
 
 
@@ -313,7 +313,7 @@ def test_concurrent_processes_agree_on_the_first_measurement(
 ) -> None:
     barrier, numbers = threading.Barrier(4), iter(range(1, 5))
 
-    def measure(shapes: Any) -> SmallBatchLimits:
+    def measure(shapes: Any, *, device: torch.device) -> SmallBatchLimits:
         number = next(numbers)
         barrier.wait()  # all have read the empty cache
         return SmallBatchLimits(fp32=number, bf16=number, int8=number)

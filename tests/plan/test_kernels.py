@@ -69,6 +69,12 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
     ),
     (
         {},
+        {"attention": "triton"},
+        "cuda",
+        "kernels.attention=triton: it reads the paged KV cache of the inference engine, and",
+    ),
+    (
+        {},
         {"rope": "numba"},
         "cuda",
         "kernels.rope=numba: it works on CPUs, and this run is on cuda",

@@ -438,8 +438,8 @@ def check_explicit_backend(
     elif kernel in ("sdpa", "cpu_tiled"):
         has_all_queries = all(queries == keys for queries, keys in seq_params.lengths)
         is_supported = plain and (kernel == "sdpa" or (has_all_queries and q.device.type == "cpu"))
-    elif kernel in ("split_kv", "paged"):
-        is_supported = kernel == "split_kv"  # paged: kernels/attention/paged.py
+    elif kernel in ("split_kv", "paged", "triton"):
+        is_supported = kernel == "split_kv"  # the others: attention/paged.py
     else:
         from megalith.kernels.attention import flex, sdpa
 

@@ -1,21 +1,22 @@
 """Attention over a paged KV cache: keys and values stay in their blocks.
 
 Backends: `numba` (kernels/attention/paged_numba.py) reads every block once where it is, on CPUs in
-fp32 and bf16; `torch` gathers the visible keys of all rows with equally many queries; `reference`
-gathers row by row and calls `reference_attention`. A row with many queries, a prefill, is gathered
-and passed to `kernels.attention.dispatch.attention`, whose matmuls are faster then.
+fp32 and bf16; `triton` (kernels/triton/paged_attention.py) does so on GPUs; `torch` gathers the
+visible keys of all rows with equally many queries; `reference` gathers row by row and calls
+`reference_attention`. A row with many queries, a prefill, is gathered and passed to
+`kernels.attention.dispatch.attention`, whose matmuls are faster then.
 
 The numba backend processes keys in segments of 128 tokens at fixed absolute positions and merges
-them in order, so that the output of a query is bitwise the same for every division of its sequence
-into steps, other rows, number of threads and block size. Source: Kwon et al. 2023,
+them in order (triton: of 512), so that the output of a query is bitwise the same for every division
+of its sequence into steps, other rows, number of threads and block size. Source: Kwon et al. 2023,
 arXiv:2309.06180 (paged KV cache); Dao et al. 2023, "Flash-Decoding" (segments of one sequence).
 
 Under decode context parallelism each rank stores a part of the tokens (`TokenShard`): the queries
 of all heads that share them are gathered, each rank attends to its own keys, and the outputs are
 merged by log-sum-exp in the order of ranks. A prefill gathers the keys from the ranks instead.
 
-Blocks in int8 or fp8 are dequantized while they are read: the numba backend multiplies the scores
-by the scales of the keys, and the weights by those of the values.
+Blocks in int8 or fp8 are dequantized while they are read: the kernels multiply the scores by the
+scales of the keys, and the weights by those of the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +34,14 @@ from megalith.config.kernels import BackendName
 from megalith.errors import ConfigError
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention.dispatch import attention, reference_attention, visible_key_lengths
-from megalith.kernels.attention.kv_blocks import KVBlocks, as_blocks
+from megalith.kernels.attention.kv_blocks import LARGEST, KVBlocks, as_blocks
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.packed import PackedSeqParams, seq_params_from_queries
+from megalith.kernels.triton import launch
 from megalith.plan.serving.cache_layout import ALL_TOKENS, TokenShard
 
 Lengths = tuple[tuple[int, int], ...]
-PagedBackend = Literal["numba", "torch", "reference"]
+PagedBackend = Literal["numba", "triton", "torch", "reference"]
 
 SEGMENT = 128
 """Tokens per segment: sections 5.4 and 20 of the inference spec fix it, and the kernel uses it."""
@@ -54,6 +56,9 @@ bf16, with 256 queries 1.0 and 0.3 to 0.6 (heads of 64 features; 32 query heads 
 
 MAX_TILE_ROWS = 64
 """Queries times query heads per key/value head of a tile: heuristic, bounds scratch memory."""
+
+MAX_TRITON_WIDTH = 512
+"""Features of a query, key or value that a Triton program holds."""
 
 MAX_GATHERED_ELEMENTS = 1 << 26
 """Elements that the torch backend gathers at once: heuristic, 256 MiB in fp32."""
@@ -136,7 +141,7 @@ def build_paged_metadata(
     )
 
 
-class _PagedKeys(NamedTuple):
+class PagedKeys(NamedTuple):
     """Queries and caches of a call; scores are sums over the parts of queries and keys."""
 
     queries: tuple[Tensor, ...]
@@ -178,16 +183,33 @@ class _PagedKeys(NamedTuple):
 # --- storing
 
 
-def store(cache: Tensor | KVBlocks, rows_new: Tensor, slots: Tensor) -> None:
+def store(
+    cache: Tensor | KVBlocks, rows_new: Tensor, slots: Tensor, *, kernel: BackendName = "auto"
+) -> None:
     """Write new keys or values to their slots in the cache, in place; quantize them if it is.
 
     cache [blocks, g, T, d], rows_new [t, g, d] of the same dtype or of that of the model, slots
     int64 [t] = block * T + offset of each token, all different. Works for every dtype and device.
+    kernel="auto": triton where it supports the inputs, else torch; all store the same bits.
     """
     stored = as_blocks(cache)
+    if kernel in ("auto", "triton") and _can_store_by_triton(stored, rows_new):
+        from megalith.kernels.triton.paged_attention import store_rows
+
+        store_rows(stored, rows_new, slots)
+        return
     block_size = stored.data.shape[2]
     blocks = slots.div(block_size, rounding_mode="floor")
     stored.write(blocks, slots - blocks * block_size, rows_new)
+
+
+def _can_store_by_triton(cache: KVBlocks, rows_new: Tensor) -> bool:
+    data = cache.data
+    return (
+        launch.can_use(rows_new)
+        and (data.dtype == rows_new.dtype if cache.scales is None else data.dtype in LARGEST)
+        and data.stride(3) == 1
+    )
 
 
 # --- supported scores
@@ -226,14 +248,15 @@ def paged_attention(
 
     q [t, n, d], key_cache [blocks, g, T, d], value_cache [blocks, g, T, d_v] -> [t, n, d_v]. Keys
     and values of this step are stored already. `sinks` [n]: see `masked_attention`.
-    kernel="auto": numba for rows of few queries, gather + `attention` for others, torch where numba
-    does not support the inputs; `batch_invariant`: the same kernel for all rows. No gradients.
+    kernel="auto": numba or triton for rows of few queries, gather + `attention` for others, torch
+    where they do not support the inputs; `batch_invariant`: the same kernel for all rows. No
+    gradients.
 
     Raises:
         ConfigError: the scores are not supported, see `unsupported_reason`, or `kernel` does not
             support the inputs.
     """
-    paged = _PagedKeys((q,), (as_blocks(key_cache),), as_blocks(value_cache))
+    paged = PagedKeys((q,), (as_blocks(key_cache),), as_blocks(value_cache))
     return _attend(paged, metadata, scores, sinks, batch_invariant, kernel)
 
 
@@ -260,12 +283,12 @@ def paged_latent_attention(
     """
     assert scores.scale is not None, "the absorbed form needs the scale of the expanded form"
     latents = as_blocks(latent_cache)
-    paged = _PagedKeys((q_latent, q_rope), (latents, as_blocks(rope_cache)), latents)
+    paged = PagedKeys((q_latent, q_rope), (latents, as_blocks(rope_cache)), latents)
     return _attend(paged, metadata, scores, None, batch_invariant, kernel)
 
 
 def _attend(
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
@@ -283,7 +306,8 @@ def _attend(
     if kernel == "reference":
         return _gathered(paged, metadata, scores, sinks, reference_attention)
     backend = select_paged_backend(paged, kernel)
-    attend: PagedFunction = partial(_attend_sharded, _numba if backend == "numba" else _torch)
+    kernels: dict[PagedBackend, PagedKernel] = {"numba": _numba, "triton": _triton}
+    attend: PagedFunction = partial(_attend_sharded, kernels.get(backend, _torch))
     is_prefill = [queries > MAX_KERNEL_QUERIES for queries, _ in metadata.lengths]
     if batch_invariant or kernel != "auto" or not any(is_prefill):
         return attend(paged, metadata, scores, sinks)
@@ -296,7 +320,7 @@ def _attend(
     return out
 
 
-PagedFunction = Callable[[_PagedKeys, PagedMetadata, Scores, Tensor | None], Tensor]
+PagedFunction = Callable[[PagedKeys, PagedMetadata, Scores, Tensor | None], Tensor]
 
 
 class PagedKernel(Protocol):
@@ -305,7 +329,7 @@ class PagedKernel(Protocol):
 
     def __call__(
         self,
-        paged: _PagedKeys,
+        paged: PagedKeys,
         metadata: PagedMetadata,
         scores: Scores,
         sinks: Tensor | None,
@@ -317,7 +341,7 @@ class PagedKernel(Protocol):
 
 def _attend_sharded(
     attend: PagedKernel,
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
@@ -355,7 +379,7 @@ def merge_partial_attention(partial_outputs: Tensor, sinks: Tensor | None = None
     return merged / total
 
 
-def select_paged_backend(paged: _PagedKeys, kernel: BackendName) -> PagedBackend:
+def select_paged_backend(paged: PagedKeys, kernel: BackendName) -> PagedBackend:
     """Return the backend that `kernel` names, or the fastest one that supports the inputs.
 
     Raises:
@@ -363,23 +387,42 @@ def select_paged_backend(paged: _PagedKeys, kernel: BackendName) -> PagedBackend
     """
     q, caches = paged.queries[0], [blocks.data for blocks in (*paged.keys, paged.values)]
     compared = () if paged.values.scales is not None else caches
-    supported = cpu_threads.can_use(*paged.queries, *compared) and all(
-        x.stride(-1) == 1 for x in (*paged.queries, *caches)
-    )
-    if kernel in ("numba", "paged") and not supported:
+    has_rows = all(x.stride(-1) == 1 for x in (*paged.queries, *caches))
+    by_numba = has_rows and cpu_threads.can_use(*paged.queries, *compared)
+    by_triton = has_rows and _triton_supports(paged)
+    if (kernel in ("numba", "paged") and not by_numba) or (kernel == "triton" and not by_triton):
+        supported = "fp32 or bf16 on CPUs,"
+        if kernel == "triton":
+            supported = (
+                "fp32, bf16 or fp16 on GPUs with Triton, heads of at most "
+                f"{MAX_TRITON_WIDTH} features,"
+            )
         raise ConfigError(
             f"kernel={kernel} does not support {str(q.dtype).removeprefix('torch.')} queries on "
             f"{q.device.type} with caches in {str(caches[0].dtype).removeprefix('torch.')}: it "
-            "takes fp32 or bf16 on CPUs, and caches in the same dtype, int8 or fp8. Use "
-            "kernel=torch or kernel=auto."
+            f"takes {supported} and caches in the same dtype, int8 or fp8. Use kernel=torch or "
+            "kernel=auto."
         )
-    return "numba" if supported and kernel in ("auto", "numba", "paged") else "torch"
+    if by_triton and kernel in ("auto", "triton"):
+        return "triton"
+    return "numba" if by_numba and kernel in ("auto", "numba", "paged") else "torch"
+
+
+def _triton_supports(paged: PagedKeys) -> bool:
+    """Return whether the Triton kernel supports these tensors."""
+    q, caches = paged.queries[0], [blocks.data for blocks in (*paged.keys, paged.values)]
+    return (
+        launch.can_use(*paged.queries)
+        and all(part.dtype == q.dtype for part in paged.queries)
+        and all(x.shape[-1] <= MAX_TRITON_WIDTH for x in (*paged.queries, *caches))
+        and all(data.dtype in (*LARGEST, q.dtype) for data in caches)
+    )
 
 
 def _attend_rows(
     out: Tensor,
     selected: list[bool],
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
@@ -459,7 +502,7 @@ class GatheredKeys(NamedTuple):
 
 
 def _gathered(
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
@@ -482,7 +525,7 @@ def _gathered(
 
 
 def _torch(
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
@@ -502,7 +545,7 @@ def _torch(
     return out
 
 
-def _batches_of_rows(visible: Lengths, paged: _PagedKeys) -> list[list[int]]:
+def _batches_of_rows(visible: Lengths, paged: PagedKeys) -> list[list[int]]:
     """Return batches of rows with equally many queries, and numbers of keys up to the same power of
     two."""
     width = sum(cache.data.shape[3] for cache in (*paged.keys, paged.values))
@@ -574,7 +617,7 @@ class _KeyPositions(NamedTuple):
 
 
 def _attend_batch(
-    paged: _PagedKeys,
+    paged: PagedKeys,
     tokens: Tensor,
     positions: _KeyPositions,
     scores: Scores,
@@ -615,6 +658,23 @@ def _attend_batch(
         out = torch.cat([out, s.logsumexp(-1, keepdim=True)], dim=-1)
     out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out if is_partial else out.to(paged.queries[0].dtype)
+
+
+# --- triton
+
+
+def _triton(
+    paged: PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    *,
+    is_partial: bool = False,
+) -> Tensor:
+    """Attention in place, by the Triton kernels."""
+    from megalith.kernels.triton.paged_attention import attend
+
+    return attend(paged, metadata, scores, sinks, is_partial=is_partial)
 
 
 # --- numba
@@ -711,7 +771,7 @@ def _find_splits(
 
 
 def _numba(
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
@@ -754,7 +814,7 @@ def _numba(
 
 
 def _numba_arguments(
-    paged: _PagedKeys,
+    paged: PagedKeys,
     metadata: PagedMetadata,
     scores: Scores,
     sinks: Tensor | None,
