@@ -156,7 +156,7 @@ class HostBlockPool:
         staging, parts = _make_staging(pools, len(copies))
         sources = torch.tensor([copy.source for copy in copies], device=self._device)
         for pool, part in zip(pools, parts, strict=True):
-            part.copy_(pool[sources])
+            torch.index_select(pool, 0, sources, out=part)
         with self._after_step():
             for copy, block in zip(copies, staging, strict=True):
                 self._host_block(copy.destination, block).copy_(block, non_blocking=True)
@@ -172,7 +172,7 @@ class HostBlockPool:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         destinations = torch.tensor([copy.destination for copy in copies], device=self._device)
         for pool, part in zip(pools, parts, strict=True):
-            pool[destinations] = part
+            pool.index_copy_(0, destinations, part)
 
     def _host_block(self, number: int, like: Tensor) -> Tensor:
         """Return the words of a block in host memory that correspond to those of a buffer."""
