@@ -13,8 +13,9 @@ and its quartiles. Before, the tokens are compared in fp32. ctranslate2 has the 
 "Computing" is the same ratio of CPU times, for busy machines; read it with --threads 1, since
 waiting threads spin.
 
-The last line of a model is the time to the first token (TTFT) of a prompt of 2,000 tokens, of which
-the prefix cache holds 90 %, against the same without a hit.
+The last lines of a model are the time to the first token (TTFT) of a prompt of 2,000 tokens, of
+which the prefix cache holds 90 %, against the same without a hit; and of one that was evicted from
+the device, loaded from host memory against computed.
 
 With --speculation the peer is the engine without draft tokens, on greedy text that repeats itself
 and on sampled text, which is random.
@@ -41,7 +42,7 @@ from transformers import (
 )
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import EngineConfig, SpeculationConfig
+from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.infer.llm import LLM, load_generator
 from megalith.kernels.cpu_threads import keep_freed_memory
 
@@ -156,6 +157,7 @@ def main() -> None:
                     continue
                 ratios.append(measure(name, folder, count, options))
             if options.speculation is None:
+                measure_host_hits(folder, VOCAB[name], rounds=options.rounds)
                 measure_prefix(folder, VOCAB[name], rounds=options.rounds)
     if ratios:
         print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
@@ -242,6 +244,41 @@ def measure_prefix(folder: str, vocab_size: int, *, rounds: int) -> None:
     ratio = times_as_fast(seconds["hit"], seconds["miss"])
     verdict = "holds " if ratio.median >= BAR_PREFIX else "MISSED"
     print(f"  TTFT without / with a prefix hit: {ratio}, {verdict} >= {BAR_PREFIX}")
+
+
+def measure_host_hits(folder: str, vocab_size: int, *, rounds: int) -> None:
+    """Print how many times as early the first token of a prompt is when its keys and values are
+    loaded from host memory, against computing them. Two prompts evict each other from a pool that
+    holds one."""
+    draw = random.Random(1)
+    size = PREFIX_TOKENS + SUFFIX_TOKENS
+    prompts = [[draw.randrange(1, vocab_size) for _ in range(size)] for _ in range(2)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    generator = load_generator(folder, dtype=torch.float32)
+
+    def make_contender(host_gb: float) -> Callable[[], list[list[int]]]:
+        cache = CacheConfig(num_blocks=size // 16 + 8, host_gb=host_gb)
+        llm = LLM(generator, config=EngineConfig(cache=cache, max_model_len=size + 1))
+        num_calls = 0
+
+        def generate() -> list[list[int]]:
+            nonlocal num_calls
+            num_calls += 1
+            (output,) = llm.generate([prompts[num_calls % 2]], params)
+            is_hit = host_gb > 0 and num_calls > 2
+            # without host memory a few leading blocks may remain
+            assert (output.num_cached_tokens > size - 17) == is_hit, output.num_cached_tokens
+            return [output.outputs[0].token_ids]
+
+        return generate
+
+    contenders = {"host": make_contender(1.0), "computed": make_contender(0.0)}
+    for contender in contenders.values():
+        contender()
+    turns = take_turns(contenders, rounds=rounds, warmup=2)
+    ratio = times_as_fast(turns.seconds["host"], turns.seconds["computed"])
+    computing = times_as_fast(turns.cpu_seconds["host"], turns.cpu_seconds["computed"])
+    print(f"  TTFT computed / loaded from host memory: {ratio}; computing: {computing}")
 
 
 def measure_speculation(name: str, folder: str, count: int, options: argparse.Namespace) -> None:

@@ -38,6 +38,11 @@ class CacheConfig:
     prefix_caching: bool = True
     """Reuse the keys and values of a common prefix with an earlier request."""
 
+    host_gb: Annotated[float, Ge(0), Example(16)] = 0.0
+    """GiB of host memory for blocks that the prefix cache evicts (KV offloading): a request with
+    their prefix copies them back instead of computing it again. Of one engine, all of its ranks
+    together; each replica has as much. On a GPU it is pinned. 0: off."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:

@@ -29,6 +29,7 @@ from megalith.infer.cache import (
 )
 from megalith.infer.draft_model import DraftModelProposer
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.kv_offload import HostBlockPool, count_host_block_bytes, plan_host_blocks
 from megalith.infer.load import TextGenerator
 from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
 from megalith.infer.refit import WeightUpdater
@@ -90,6 +91,7 @@ def build_engine(
         link=generator.link,
         adapters=adapters,
         expert_group=generator.expert_group,
+        host_pool=build_host_pool(generator, config, cache),
     )
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
@@ -154,6 +156,29 @@ def _divide_memory(
     if draft_plan is not None:
         draft_bytes = draft_plan.bytes_per_token * len(draft_plan.layout.groups)
     return plan, free_bytes * own_bytes // (own_bytes + draft_bytes)
+
+
+def build_host_pool(
+    generator: TextGenerator, config: EngineConfig, cache: PagedKVCache
+) -> HostBlockPool | None:
+    """Allocate the host memory for offloaded blocks; None without KV offloading. Collective.
+
+    Raises:
+        ConfigError: on every rank: it holds no block, or exceeds the free memory of the host.
+    """
+    if not config.cache.host_gb:
+        return None
+    num_ranks = generator.ranks.size // generator.dp.size
+    values = gather_objects(free_memory(), generator.ranks)
+    free_bytes = min(each for each in values if isinstance(each, int)) // generator.dp.size
+    device = _device_of(generator)
+    if device.type == "cpu":  # the blocks of the pool are not allocated yet
+        block_nbytes = count_host_block_bytes(cache.plan, cache.block_size)
+        free_bytes = max(0, free_bytes - num_ranks * cache.num_blocks * block_nbytes)
+    num_blocks = plan_host_blocks(
+        config.cache, cache.plan, num_ranks=num_ranks, free_bytes=free_bytes
+    )
+    return HostBlockPool(cache, num_blocks, device)
 
 
 def build_adapter_manager(generator: TextGenerator, config: EngineConfig) -> AdapterManager | None:

@@ -287,8 +287,11 @@ def plan_pool(
     return PoolSize(max(1, num_blocks), longest)
 
 
-def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerConfig:
-    """Return the settings of the scheduler for an engine with this cache."""
+def scheduler_config(
+    config: EngineConfig, cache: "PagedKVCache", *, num_host_blocks: int = 0
+) -> SchedulerConfig:
+    """Return the settings of the scheduler for an engine with this cache, and with blocks in host
+    memory."""
     return SchedulerConfig(
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
@@ -297,6 +300,7 @@ def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerCo
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_prefill_chunk_tokens=config.min_prefill_chunk_tokens,
         prefix_caching=config.cache.prefix_caching and not cache.plan.has_states,
+        num_host_blocks=num_host_blocks,
         batching=config.batching,
     )
 
@@ -410,6 +414,14 @@ class PagedKVCache:
         return [
             PagedLayerCache(self, step, index, slot) for index, slot in enumerate(self.plan.slots)
         ]
+
+    def block_words(self) -> list[Tensor]:
+        """Return views [blocks, words] of all blocks: their bytes as int64, or as uint8 where these
+        are not a multiple of 8. Kernels copy wide words faster."""
+        stored = [tensor for pool in self._pool.values() for tensor in pool if tensor is not None]
+        blocks = [tensor.flatten(1).view(torch.uint8) for tensor in stored]
+        is_wide = all(block.shape[1] % 8 == 0 for block in blocks)
+        return [block.view(torch.int64) if is_wide else block for block in blocks]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) in all slots, for copy-on-write."""

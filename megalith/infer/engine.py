@@ -135,7 +135,9 @@ class InferenceEngine:
             model.eval()
         self.model_config, self.config, self.max_model_len = model.config, config, max_model_len
         self.runner = runner
-        self.scheduler = Scheduler(scheduler_config(config, runner.cache))
+        self.scheduler = Scheduler(
+            scheduler_config(config, runner.cache, num_host_blocks=runner.num_host_blocks)
+        )
         self._tokenizer, self._eos = tokenizer, eos_token_ids
         self._callbacks, self._speculator = callbacks, speculator
         self.grammars = (
@@ -383,7 +385,9 @@ class InferenceEngine:
         """Plan and execute a step on this stage; returns whether there is anything to execute."""
         drafts = self._propose_drafts()
         started = time.monotonic()
-        plan = self.scheduler.schedule(drafts=drafts, max_rows=self._max_rows())
+        plan = self._transfer_blocks(
+            self.scheduler.schedule(drafts=drafts, max_rows=self._max_rows())
+        )
         self._any_rank_is_busy, is_executed = self.runner.reduce_step_flags(
             is_busy=bool(self._requests or self._in_flight), has_rows=bool(plan.rows)
         )
@@ -468,7 +472,8 @@ class InferenceEngine:
         division = f" sharded over {num_ranks} ranks" if num_ranks > 1 else ""
         return (
             f"inference engine: {cache.num_blocks} KV cache blocks of {cache.block_size} tokens"
-            f"{division} in {groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB; "
+            f"{division} in {groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB, "
+            f"{self.runner.num_host_blocks} blocks in host memory; "
             f"at most {config.max_num_seqs} sequences of "
             f"{self.max_model_len} tokens, {config.max_num_batched_tokens} tokens per step; "
             f"attention: {attention}; small-batch matmuls: {self.runner.limits}"
@@ -672,6 +677,16 @@ class InferenceEngine:
         except BaseException:
             self.scheduler.discard(plan)
             raise
+
+    def _transfer_blocks(self, plan: StepPlan) -> StepPlan:
+        """Execute the copies of a plan to and from host memory; returns the plan without the rows
+        whose blocks could not be loaded."""
+        try:
+            failed = self.runner.transfer_blocks(plan)
+        except BaseException:
+            self.scheduler.discard(plan)
+            raise
+        return self.scheduler.fail_loads(plan, failed) if failed else plan
 
     def _find_prompt_outputs(self, plan: StepPlan) -> PromptOutputs:
         """Return the sequences whose prompt log-probs are requested and not complete, and those

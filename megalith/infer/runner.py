@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
+from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
 from megalith.infer.recorded_forward import RecordedForwards
@@ -25,6 +26,7 @@ from megalith.kernels.linear_small_batch import (
 from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, CachedLayersRunner, Decoder, StageTensors
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
+from megalith.plan.serving.block_allocator import BlockCopy
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
 
@@ -81,13 +83,15 @@ class ModelRunner:
         link: PipelineLink | None = None,
         adapters: AdapterManager | None = None,
         expert_group: Group = SINGLE_RANK,
+        host_pool: HostBlockPool | None = None,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
         its requests; `expert_group`: ranks of this stage, if some have other requests and share
-        experts."""
+        experts; `host_pool`: blocks of the cache in host memory."""
         self._expert_group = expert_group
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
+        self._host_pool = host_pool
         self.num_stages = 1 if link is None else link.num_stages
         self.is_last_stage = model.stage.loss
         # with sequence parallelism a rank has a part of the tokens between layers
@@ -102,6 +106,27 @@ class ModelRunner:
     def vocab(self) -> VocabSlice:
         """The columns of the logits."""
         return VocabSlice.from_head(self.model.head)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Number of blocks in host memory."""
+        return 0 if self._host_pool is None else self._host_pool.num_blocks
+
+    def transfer_blocks(self, plan: StepPlan) -> list[BlockCopy]:
+        """Copy the blocks of a plan to and from host memory, before its forward pass. Returns the
+        loads that failed on any rank of the model; collective if there are loads."""
+        if self._host_pool is None:
+            return []
+        failed = self._host_pool.transfer(plan.offloads, plan.loads)
+        groups = [self.model.tp_comm.group]
+        if self._link is not None:
+            groups.append(self._link.group)
+        if not plan.loads or all(group.size == 1 for group in groups):
+            return failed
+        flags = torch.tensor([copy in failed for copy in plan.loads], dtype=torch.int32)
+        for group in groups:
+            all_reduce_max_(flags, group)
+        return [copy for copy, flag in zip(plan.loads, flags.tolist(), strict=True) if flag]
 
     @torch.inference_mode()
     def execute(

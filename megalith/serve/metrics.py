@@ -35,6 +35,9 @@ GAUGES = {
     "num_requests_waiting": "Sequences that wait for a row, preempted ones included.",
     "engine_paused": "1 between POST /pause and POST /resume, else 0.",
     "kv_cache_usage_perc": "Fraction of the KV cache blocks that sequences use, 0 to 1.",
+    "kv_offload_cpu_cache_usage_perc": (
+        "Fraction of the KV cache blocks in host memory that are used, 0 to 1."
+    ),
 }
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of finished requests.",
@@ -49,6 +52,18 @@ SCHEDULER_COUNTERS = {
     "prefix_cache_hits": (
         "Prompt tokens whose keys and values were reused.",
         "prefix_hit_tokens",
+    ),
+    "external_prefix_cache_hits": (
+        "Prompt tokens among prefix_cache_hits whose keys and values were in host memory.",
+        "host_hit_tokens",
+    ),
+    "kv_offload_stored_blocks": (
+        "KV cache blocks that were copied to host memory.",
+        "num_offloaded_blocks",
+    ),
+    "kv_offload_loaded_blocks": (
+        "KV cache blocks that were copied back from host memory.",
+        "num_loaded_blocks",
     ),
     "spec_decode_num_drafts": ("Sequences with draft tokens, over all steps.", "num_drafts"),
     "spec_decode_num_draft_tokens": ("Draft tokens.", "num_draft_tokens"),
@@ -247,6 +262,9 @@ class EngineMetrics:
         self._gauges["num_requests_running"].set(stats.num_running)
         self._gauges["num_requests_waiting"].set(stats.num_waiting)
         self._gauges["kv_cache_usage_perc"].set(stats.num_used_blocks / max(stats.num_blocks, 1))
+        self._gauges["kv_offload_cpu_cache_usage_perc"].set(
+            stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
+        )
         self._gauges["engine_paused"].set(is_paused)
         before, self._reported = self._reported, stats
         for name, (_, attribute) in SCHEDULER_COUNTERS.items():

@@ -20,6 +20,7 @@ from megalith.infer.cache import (
     token_groups,
 )
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.pipeline import PipelineLink
@@ -39,6 +40,7 @@ from megalith.parallel.group import SINGLE_RANK, Group, single_rank_group
 from megalith.plan.serving.cache_layout import AttentionView, plan_cache_layout
 from megalith.plan.serving.scheduler import PlannedRow
 
+CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
 SAMPLED = SamplingParams(max_new_tokens=20, seed=7, logprobs=0)
 
@@ -53,6 +55,7 @@ def build(
     *,
     block_size: int = 4,
     num_blocks: int | None = None,
+    num_host_blocks: int = 0,
     eos: frozenset[int] = frozenset(),
     prefix_caching: bool = True,
     cache_dtype: KVCacheDtype = "auto",
@@ -101,7 +104,8 @@ def build(
         groups=token_groups(model),
     )
     check_speculation(config, plan)
-    runner = ModelRunner(model, pool, link=link, expert_group=expert_group)
+    host_pool = HostBlockPool(pool, num_host_blocks, CPU) if num_host_blocks else None
+    runner = ModelRunner(model, pool, link=link, expert_group=expert_group, host_pool=host_pool)
     generator = TextGenerator(
         model, tokenizer, eos, draft_model=draft_model, replicate_kv_heads=replicate_kv_heads
     )

@@ -719,3 +719,28 @@ def test_many_logprobs_are_built_on_another_thread() -> None:
 def test_characters_of_a_context_are_those_of_its_longest_token() -> None:
     assert count_prompt_characters(ByteTokenizer(), 10) == 10 * len("<|endoftext|>")
     assert count_prompt_characters(NullTokenizer(12), 10) is None
+
+
+def test_metrics_count_blocks_in_host_memory(run: Path) -> None:
+    metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
+    cache = CacheConfig(num_blocks=6, block_size=4, host_gb=0.001)
+    llm = LLM(run, config=EngineConfig(cache=cache, max_model_len=20), callbacks=[metrics])
+    prompts = [[1, 2] * 8, [2, 1] * 8]
+    cached = []
+    for prompt in prompts * 2:
+        (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=1))
+        cached.append(output.num_cached_tokens)
+        text = metrics.render(llm.engine.scheduler.make_stats())
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+    def value(name: str) -> float:
+        return float(samples[f'megalith_{name}{{model_name="tiny"}}'])
+
+    assert cached == [0, 0, 12, 12]
+    stats = llm.engine.scheduler.make_stats()
+    assert value("external_prefix_cache_hits_total") == stats.host_hit_tokens
+    assert 0 < stats.host_hit_tokens <= value("prefix_cache_hits_total") == 24
+    assert value("kv_offload_loaded_blocks_total") == stats.host_hit_tokens / 4
+    assert value("kv_offload_stored_blocks_total") == stats.num_used_host_blocks
+    usage = stats.num_used_host_blocks / stats.num_host_blocks
+    assert value("kv_offload_cpu_cache_usage_perc") == usage > 0

@@ -7,7 +7,16 @@ prefix cache, which may evict it. All other blocks are *free*.
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy of a block: all layers, keys and values."""
+
+    source: int
+    destination: int
 
 
 class Evictor(Protocol):

@@ -1,31 +1,25 @@
 """KV cache manager: the blocks of each sequence, from prefix hit to release."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from megalith.plan.serving.block_allocator import BlockAllocator
+from megalith.plan.serving.block_allocator import BlockAllocator, BlockCopy
 from megalith.plan.serving.cache_layout import (
     UNLIMITED,
     AttentionView,
     count_required_blocks,
     find_longest_sequence,
 )
+from megalith.plan.serving.host_cache import HostBlock, HostCache
 from megalith.plan.serving.prefix_cache import (
     NO_BLOCK,
+    HostHit,
     PrefixCache,
     PrefixHit,
     compute_root_digest,
     extend_block_hashes,
 )
 from megalith.plan.serving.sequence_state import SequenceState
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy of a block (all layers, keys and values) before a forward pass (copy-on-write)."""
-
-    source: int
-    destination: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +32,22 @@ class PendingCopy:
     copy: BlockCopy
 
 
+@dataclass(frozen=True, slots=True)
+class PendingLoad:
+    """A planned copy of a block from host memory, into the table of a sequence."""
+
+    state: SequenceState
+    index: int
+    source: HostBlock
+    copy: BlockCopy
+
+
 class KVCacheManager:
     """Blocks of all sequences: allocation, prefix hits, copy-on-write, registration and release.
 
     `groups`: attention view of each KV cache group. All block tables of a sequence have the same
     length. Without groups (a model without attention) no blocks are needed.
+    `num_host_blocks`: blocks in host memory for those that the prefix cache evicts.
     """
 
     def __init__(
@@ -52,10 +57,20 @@ class KVCacheManager:
         block_size: int,
         groups: Sequence[AttentionView],
         prefix_caching: bool,
+        num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
-        self.prefix_cache = PrefixCache(self.allocator, block_size=block_size, groups=groups)
+        self.host_cache = HostCache(num_host_blocks)
+        self.prefix_cache = PrefixCache(
+            self.allocator, block_size=block_size, groups=groups, host=self.host_cache
+        )
+        self.num_loaded_blocks = 0
+        """Completed copies from host memory."""
+
+        self.num_host_hit_tokens = 0
+        """Tokens of prefix hits whose blocks were loaded, all or some of them."""
+
         self._groups = tuple(groups)
         self._prefix_caching = prefix_caching and bool(groups)
         self._windowed = [
@@ -64,12 +79,18 @@ class KVCacheManager:
             if view.window is not None
         ]
         self._pending: list[PendingCopy] = []
+        self._loads: list[PendingLoad] = []
 
     @property
     def pending_copies(self) -> tuple[BlockCopy, ...]:
         """Copies of the step that is planned. No destination is a source or occurs twice, so they
         may be executed in any order."""
         return tuple(pending.copy for pending in self._pending)
+
+    @property
+    def pending_loads(self) -> tuple[BlockCopy, ...]:
+        """Copies from host memory of the step that is planned; sources are blocks of the host."""
+        return tuple(load.copy for load in self._loads)
 
     def count_required_blocks(self, num_tokens: int, chunk: int) -> int:
         """Return the largest number of blocks that a sequence of `num_tokens` tokens holds at a
@@ -120,8 +141,13 @@ class KVCacheManager:
             for block in table
         )
 
+    def fits(self, hit: PrefixHit) -> bool:
+        """Return whether the available blocks suffice to use a hit."""
+        return len(hit.host_hits) + self.count_evictable(hit) <= self.allocator.num_available
+
     def use_hit(self, state: SequenceState, hit: PrefixHit) -> None:
-        """Pin a hit and continue the sequence after it."""
+        """Pin a hit and continue the sequence after it. Blocks in host memory are loaded into new
+        ones."""
         num_tokens = hit.num_blocks * self.block_size
         self.prefix_cache.pin(hit)
         if not hit.num_blocks:
@@ -129,6 +155,8 @@ class KVCacheManager:
         state.block_tables = hit.block_tables
         state.num_computed_tokens = state.capacity = num_tokens
         state.num_registered_blocks = hit.num_blocks
+        if hit.host_hits:
+            self._plan_loads(state, hit.host_hits)
         state.num_freed_blocks = [
             view.first_needed(num_tokens) // self.block_size for view, _ in self._windowed
         ]
@@ -194,6 +222,8 @@ class KVCacheManager:
 
         The old tables are replaced, not changed, because a plan may refer to them.
         """
+        if self._loads:
+            self._cancel_loads(state)
         for table in state.block_tables:
             for block in reversed(table):
                 if block != NO_BLOCK:
@@ -231,6 +261,30 @@ class KVCacheManager:
             state.shares_last_block = True
         self._pending.clear()
 
+    def finish_transfers(self) -> None:
+        """Make loaded and offloaded blocks available, after the copies were executed."""
+        self.host_cache.finish_offloads()
+        for load in self._loads:
+            self.host_cache.unpin(load.source)
+        self.num_loaded_blocks += len(self._loads)
+        loaded = {(load.state.seq_id, load.index) for load in self._loads}
+        self.num_host_hit_tokens += len(loaded) * self.block_size
+        self._loads.clear()
+
+    def fail_loads(self, failed: Collection[BlockCopy]) -> list[SequenceState]:
+        """Drop the blocks of the host that could not be loaded; return the sequences that need
+        them."""
+        loads = [load for load in self._loads if load.copy in failed]
+        for load in loads:
+            self.host_cache.drop(load.source)
+        return list(dict.fromkeys(load.state for load in loads))
+
+    def undo_transfers(self) -> list[SequenceState]:
+        """Drop the blocks that are offloaded, because the copies may not have been executed; return
+        the sequences with planned loads."""
+        self.host_cache.undo_offloads()
+        return list(dict.fromkeys(load.state for load in self._loads))
+
     def reset_prefix_cache(self, running: Iterable[SequenceState]) -> None:
         """Empty the prefix cache; blocks that running sequences hold never enter it."""
         self.prefix_cache.reset()
@@ -254,6 +308,26 @@ class KVCacheManager:
             ]
         self.allocator.check(references)
         self.prefix_cache.check()
+        self.host_cache.check()
+
+    def _plan_loads(self, state: SequenceState, host_hits: Sequence[HostHit]) -> None:
+        """Allocate the blocks of a hit that are in host memory. They enter the prefix cache again
+        with the next blocks of the sequence."""
+        for hit in host_hits:  # first, because allocations may drop others
+            self.host_cache.pin(hit.block, time=self.prefix_cache.time)
+        destinations = self.allocator.allocate(len(host_hits))
+        for hit, destination in zip(host_hits, destinations, strict=True):
+            state.block_tables[hit.group][hit.number] = destination
+            copy = BlockCopy(hit.block.number, destination)
+            self._loads.append(PendingLoad(state, hit.number, hit.block, copy))
+        state.num_registered_blocks = min(hit.number for hit in host_hits)
+
+    def _cancel_loads(self, state: SequenceState) -> None:
+        """Forget the planned loads of a sequence whose blocks are released."""
+        for load in self._loads:
+            if load.state is state:
+                self.host_cache.unpin(load.source)
+        self._loads = [load for load in self._loads if load.state is not state]
 
     def _extend_hashes(self, state: SequenceState) -> None:
         root = compute_root_digest(state.salt, long_rope=state.uses_long_rope)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megalith.plan.serving.block_allocator import BlockAllocator
 from megalith.plan.serving.cache_layout import AttentionView
+from megalith.plan.serving.host_cache import HostBlock, HostCache
 
 DIGEST_BYTES = 32
 NO_BLOCK = -1
@@ -34,6 +35,16 @@ class BlockHash(NamedTuple):
     """Token ids of the block, as little-endian int64."""
 
 
+class HostHit(NamedTuple):
+    """A block of a hit that is in host memory."""
+
+    group: int
+    number: int
+    """Number of the block in the sequence."""
+
+    block: HostBlock
+
+
 class PrefixHit(NamedTuple):
     """Cached blocks of the longest usable prefix of a sequence."""
 
@@ -41,11 +52,15 @@ class PrefixHit(NamedTuple):
     """Length of the prefix in blocks; every block table has this length."""
 
     block_tables: list[list[int]]
-    """Blocks of each group, -1 where no later query attends to the block."""
+    """Blocks of each group, -1 where no later query attends to the block, or it is in host
+    memory."""
+
+    host_hits: tuple[HostHit, ...] = ()
+    """Blocks that are in host memory only."""
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks in the tables."""
+        """Number of blocks in the tables, all of them on the device."""
         return sum(block != NO_BLOCK for table in self.block_tables for block in table)
 
 
@@ -121,11 +136,16 @@ class PrefixCache:
     Blocks are registered after the forward pass that computed them. A registered block of a group
     with full attention has a registered parent, and a sequence that references it references all of
     its ancestors; therefore eviction starts at the leaves. Blocks of windowed groups are
-    independent.
+    independent. Evicted blocks are offloaded to `host`, by default without blocks.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, *, block_size: int, groups: Sequence[AttentionView]
+        self,
+        allocator: BlockAllocator,
+        *,
+        block_size: int,
+        groups: Sequence[AttentionView],
+        host: HostCache | None = None,
     ) -> None:
         self.time = 0
         """Logical time of uses, advanced by the caller; blocks released at the same time are
@@ -143,10 +163,13 @@ class PrefixCache:
         self._index: list[dict[int, int]] = [{} for _ in groups]
         self._entries: dict[int, RegisteredBlock] = {}
         self._heap: list[tuple[int, int]] = []
+        self._host = HostCache(0) if host is None else host
+        self._host.on_drop = self._on_host_drop
         allocator.evictor = self
 
     def match(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> PrefixHit:
-        """Return the longest cached prefix of a sequence of `num_tokens` tokens.
+        """Return the longest prefix of a sequence of `num_tokens` tokens that is cached on the
+        device or in host memory.
 
         At least one token remains to be computed, so that its logits exist. A prefix of n blocks
         needs all n blocks of every group with full attention, and of a windowed group those with
@@ -166,7 +189,7 @@ class PrefixCache:
                 missing = self._find_missing(group, view, block_hashes, num_blocks)
                 if missing is not None:
                     num_blocks, is_complete = missing, False
-        return PrefixHit(num_blocks, self._read_tables(block_hashes, num_blocks))
+        return self._read_hit(block_hashes, num_blocks)
 
     def pin(self, hit: PrefixHit) -> None:
         """Add a reference to every block of a hit."""
@@ -210,7 +233,8 @@ class PrefixCache:
         self._push_if_evictable(block, entry)
 
     def evict(self) -> int:
-        """Remove the least recently used leaf from the index and return its block.
+        """Remove the least recently used leaf from the index, plan to offload it, and return its
+        block.
 
         Raises:
             RuntimeError: no block is evictable.
@@ -221,15 +245,17 @@ class PrefixCache:
             if entry is None or entry.last_used != last_used:
                 continue  # an outdated entry
             if self._is_evictable(block, entry):
+                self._offload(block, entry)
                 self._remove(block, entry)
                 return block
         raise RuntimeError("the prefix cache has no block that can be evicted")
 
     def reset(self) -> None:
-        """Remove all blocks from the index, for example after a weight update.
+        """Remove all blocks from the index and from host memory, for example after a weight update.
 
         The caller must not register blocks whose content was computed before the reset.
         """
+        self._host.reset()
         for block, entry in self._entries.items():
             self._allocator.unregister(block)
             self._record(entry.group, entry.block_hash.key, is_stored=False)
@@ -239,10 +265,13 @@ class PrefixCache:
             index.clear()
 
     def start_recording(self) -> list[int]:
-        """Record the keys that are stored and removed from now on; returns those that are stored.
-        Of several groups, one with full attention is recorded."""
+        """Record the keys that are stored and removed from now on; returns those that are stored,
+        on the device or in host memory. Of several groups, one with full attention is recorded."""
         self._changes = {}
-        return list(self._index[self._reported_group]) if self._index else []
+        if not self._index:
+            return []
+        keys = [*self._index[self._reported_group], *self._host.list_keys(self._reported_group)]
+        return list(dict.fromkeys(keys))
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Return the keys that were stored, and those that were removed, since the last call."""
@@ -301,9 +330,15 @@ class PrefixCache:
             return NO_BLOCK
         return block
 
+    def _is_cached(self, group: int, block_hash: BlockHash) -> bool:
+        """Return whether this content is on the device or in host memory."""
+        if self._find_block(group, block_hash) != NO_BLOCK:
+            return True
+        return self._host.find(group, block_hash.digest) is not None
+
     def _count_leading_blocks(self, group: int, block_hashes: Sequence[BlockHash]) -> int:
         for count, block_hash in enumerate(block_hashes):
-            if self._find_block(group, block_hash) == NO_BLOCK:
+            if not self._is_cached(group, block_hash):
                 return count
         return len(block_hashes)
 
@@ -316,18 +351,41 @@ class PrefixCache:
             return None
         first = view.first_needed(num_blocks * self._block_size) // self._block_size
         for index in range(num_blocks - 1, first - 1, -1):
-            if self._find_block(group, block_hashes[index]) == NO_BLOCK:
+            if not self._is_cached(group, block_hashes[index]):
                 return index
         return None
 
-    def _read_tables(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> list[list[int]]:
-        tables = []
-        for index, view in zip(self._index, self._groups, strict=True):
+    def _read_hit(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> PrefixHit:
+        tables: list[list[int]] = []
+        host_hits: list[HostHit] = []
+        for group, view in enumerate(self._groups):
             first = view.first_needed(num_blocks * self._block_size) // self._block_size
             table = [NO_BLOCK] * min(first, num_blocks)
-            table += [index[block_hashes[number].key] for number in range(first, num_blocks)]
+            for number in range(first, num_blocks):
+                block_hash = block_hashes[number]
+                block = self._find_block(group, block_hash)
+                if block == NO_BLOCK:
+                    host_block = self._host.find(group, block_hash.digest)
+                    assert host_block is not None, "the block is cached"
+                    host_hits.append(HostHit(group, number, host_block))
+                table.append(block)
             tables.append(table)
-        return tables
+        return PrefixHit(num_blocks, tables, tuple(host_hits))
+
+    def _offload(self, block: int, entry: RegisteredBlock) -> None:
+        parent = self._entries.get(entry.parent)
+        self._host.offload(
+            block,
+            entry.group,
+            key=entry.block_hash.key,
+            digest=entry.block_hash.digest,
+            parent=b"" if parent is None else parent.block_hash.digest,
+            last_used=entry.last_used,
+        )
+
+    def _on_host_drop(self, block: HostBlock) -> None:
+        if block.key not in self._index[block.group]:
+            self._record(block.group, block.key, is_stored=False)
 
     def _is_evictable(self, block: int, entry: RegisteredBlock) -> bool:
         return entry.num_children == 0 and self._allocator.ref_count(block) == 0
@@ -347,7 +405,8 @@ class PrefixCache:
     def _remove(self, block: int, entry: RegisteredBlock) -> None:
         del self._entries[block]
         del self._index[entry.group][entry.block_hash.key]
-        self._record(entry.group, entry.block_hash.key, is_stored=False)
+        if not self._host.contains(entry.group, entry.block_hash.digest):
+            self._record(entry.group, entry.block_hash.key, is_stored=False)
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.num_children -= 1

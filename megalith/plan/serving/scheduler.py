@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from megalith.errors import DataError, PlanError
+from megalith.plan.serving.block_allocator import BlockCopy
 from megalith.plan.serving.cache_layout import AttentionView
-from megalith.plan.serving.kv_cache_manager import BlockCopy, KVCacheManager
+from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.prefix_cache import PrefixHit
 from megalith.plan.serving.sequence_state import SequenceState
 
@@ -61,6 +62,9 @@ class SchedulerConfig:
     """Smallest chunk of a prompt, unless it is the last one or belongs to the first sequence."""
 
     prefix_caching: bool = True
+    num_host_blocks: int = 0
+    """Blocks in host memory, for those that the prefix cache evicts."""
+
     batching: Literal["continuous", "static"] = "continuous"
     """static: new sequences are admitted only when no sequence has a row."""
 
@@ -108,7 +112,10 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one forward pass computes. `copies` are executed before it, in any order."""
+    """What one forward pass computes.
+
+    Before it, blocks are copied: first `offloads`, then `loads` and `copies`, each in any order.
+    """
 
     rows: tuple[PlannedRow, ...]
     """Decode rows (one token and drafts, samples) first, then prefills; each in the order of
@@ -117,6 +124,12 @@ class StepPlan:
     copies: tuple[BlockCopy, ...]
     preempted: tuple[int, ...]
     """Requests whose blocks were released by this plan."""
+
+    offloads: tuple[BlockCopy, ...] = ()
+    """Copies of blocks that the step overwrites to blocks in host memory."""
+
+    loads: tuple[BlockCopy, ...] = ()
+    """Copies from blocks in host memory, none of them a destination of `offloads`."""
 
     @property
     def num_tokens(self) -> int:
@@ -144,6 +157,17 @@ class SchedulerStats:
 
     prefix_hit_tokens: int
     """Tokens of them that were not computed."""
+
+    num_used_host_blocks: int = 0
+    num_host_blocks: int = 0
+    num_offloaded_blocks: int = 0
+    """Blocks that were copied to host memory."""
+
+    num_loaded_blocks: int = 0
+    """Blocks that were copied from host memory."""
+
+    host_hit_tokens: int = 0
+    """Tokens among `prefix_hit_tokens` whose blocks were loaded from host memory."""
 
     num_drafts: int = 0
     """Rows with draft tokens."""
@@ -181,6 +205,7 @@ class Scheduler:
             block_size=config.block_size,
             groups=config.groups,
             prefix_caching=config.prefix_caching,
+            num_host_blocks=config.num_host_blocks,
         )
         self._states: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []  # in the order of service, as _waiting
@@ -198,6 +223,9 @@ class Scheduler:
         self._decodes: list[tuple[SequenceState, PlannedRow]] = []
         self._prefills: list[tuple[SequenceState, PlannedRow]] = []
         self._preempted: list[SequenceState] = []
+        self._admitted: dict[int, bool] = {}
+        """Sequences that the plan admits; whether it is for the first time."""
+
         self._num_reserved_tokens = 0  # one per decoding sequence
         self._num_prefill_tokens = 0
         self._max_prefill_tokens = 0
@@ -250,6 +278,7 @@ class Scheduler:
         if self._plan is not None:
             raise RuntimeError("The previous plan is neither completed nor discarded.")
         self._decodes, self._prefills, self._preempted = [], [], []
+        self._admitted = {}
         self._num_reserved_tokens = sum(map(self._is_decode, self._running))
         self._num_prefill_tokens = 0
         self._max_prefill_tokens = self.config.max_num_batched_tokens
@@ -271,6 +300,8 @@ class Scheduler:
             rows=tuple(row for _, row in rows),
             copies=self.cache.pending_copies,
             preempted=tuple(state.seq_id for state in self._preempted),
+            offloads=self.cache.host_cache.pending_offloads,
+            loads=self.cache.pending_loads,
         )
         return self._plan
 
@@ -285,6 +316,7 @@ class Scheduler:
         """
         self._close(plan)
         self.cache.finish_copies()
+        self.cache.finish_transfers()
         for state, row in zip(self._planned, plan.rows, strict=True):
             if state.is_running:  # not aborted since
                 self.cache.advance(state, row.start + row.count - len(row.draft_ids))
@@ -304,7 +336,26 @@ class Scheduler:
         for state, row in zip(self._planned, plan.rows, strict=True):
             if row.draft_ids and state.is_running:
                 self.cache.trim(state, row.start + 1)
+        for state in self.cache.undo_transfers():
+            self._requeue(state)
         self._planned = []
+
+    def fail_loads(self, plan: StepPlan, failed: Collection[BlockCopy]) -> StepPlan:
+        """Drop the blocks of the host that could not be loaded. The sequences that need them are
+        queued again, as if the prefix cache did not contain these blocks. Returns the plan without
+        their rows, which replaces `plan`.
+
+        Raises:
+            RuntimeError: `plan` is not the plan of the latest `schedule`.
+        """
+        self._close(plan)
+        for state in self.cache.fail_loads(failed):
+            self._requeue(state)
+        planned = zip(self._planned, plan.rows, strict=True)
+        kept = [(state, row) for state, row in planned if state.is_running]
+        self._planned = [state for state, _ in kept]
+        self._plan = replace(plan, rows=tuple(row for _, row in kept))
+        return self._plan
 
     def append_token(self, seq_id: int, token: int, *, is_cached: bool = False) -> None:
         """Append a sampled token to a sequence; `is_cached`: it is the next draft of the completed
@@ -418,6 +469,11 @@ class Scheduler:
             num_blocks=self.config.num_blocks,
             prefix_query_tokens=prefix_cache.num_query_tokens,
             prefix_hit_tokens=prefix_cache.num_hit_tokens,
+            num_used_host_blocks=self.cache.host_cache.num_used,
+            num_host_blocks=self.config.num_host_blocks,
+            num_offloaded_blocks=self.cache.host_cache.num_offloaded_blocks,
+            num_loaded_blocks=self.cache.num_loaded_blocks,
+            host_hit_tokens=self.cache.num_host_hit_tokens,
             num_drafts=self._num_drafts,
             num_draft_tokens_per_pos=tuple(self._num_drafted),
             num_accepted_tokens_per_pos=tuple(self._num_accepted),
@@ -486,6 +542,20 @@ class Scheduler:
         state.is_running = False
         self.cache.release(state)
 
+    def _requeue(self, state: SequenceState) -> None:
+        """Undo the admission of a sequence whose prefix could not be loaded."""
+        if state.seq_id in self._admitted and self.cache.reads_prefix_cache(state):
+            self.cache.prefix_cache.count_query(
+                num_tokens=-len(state.token_ids), num_hit_tokens=-state.num_computed_tokens
+            )
+        if self._admitted.get(state.seq_id, False):
+            state.was_admitted = False
+            state.num_cached_tokens = 0
+        self._running.remove(state)
+        state.is_running = False
+        self.cache.release(state)
+        insort(self._waiting, state, key=_get_order)
+
     def _close(self, plan: StepPlan) -> None:
         if plan is not self._plan:
             raise RuntimeError("The plan is not the one of the latest schedule().")
@@ -535,7 +605,9 @@ class Scheduler:
         elif start < num_tokens:
             is_decode = self._is_decode(state)
             if not start and not state.capacity:  # its cache was dropped at recompute_length
-                self.cache.use_hit(state, self.cache.find_hit(state))
+                hit = self.cache.find_hit(state)
+                if self.cache.fits(hit):
+                    self.cache.use_hit(state, hit)
             self._plan_chunk(state, is_reserved=is_decode)
 
     def _plan_chunk(self, state: SequenceState, *, is_reserved: bool) -> None:
@@ -668,6 +740,7 @@ class Scheduler:
             self.cache.prefix_cache.count_query(
                 num_tokens=len(state.token_ids), num_hit_tokens=state.num_computed_tokens
             )
+        self._admitted[state.seq_id] = not state.was_admitted
         if not state.was_admitted:
             state.num_cached_tokens = state.num_computed_tokens
             state.was_admitted = True

@@ -85,6 +85,25 @@ class Executor:
         self.blocks: list[list[tuple[int, int] | None]] = [
             [None] * config.block_size for _ in range(config.num_blocks)
         ]
+        self.host_blocks: list[list[tuple[int, int] | None]] = [
+            [None] * config.block_size for _ in range(config.num_host_blocks)
+        ]
+
+    def transfer_blocks(self, plan: StepPlan) -> None:
+        """Copy blocks to host memory, then from it."""
+        written = [copy.destination for copy in plan.offloads]
+        loaded = [copy.destination for copy in plan.loads]
+        for numbers in (written, loaded):
+            require(len(set(numbers)) == len(numbers), "two transfers have one destination")
+        is_read = {copy.source for copy in plan.loads}
+        require(not is_read & set(written), "a block is loaded and overwritten by an offload")
+        require(
+            not {copy.destination for copy in plan.copies} & set(loaded), "a loaded block is a copy"
+        )
+        for copy in plan.offloads:
+            self.host_blocks[copy.destination] = list(self.blocks[copy.source])
+        for copy in plan.loads:
+            self.blocks[copy.destination] = list(self.host_blocks[copy.source])
 
     def copy_blocks(self, plan: StepPlan) -> None:
         """Copy all at once: read every source, then write every destination."""
@@ -338,7 +357,32 @@ class Workload:
                 limit = -(-(view.window + row.count) // size) + 1
                 require(num_held <= limit, f"a windowed group holds {num_held} blocks")
 
-    def execute(self, plan: StepPlan) -> None:
+    def transfer(self, plan: StepPlan) -> StepPlan:
+        """Execute the transfers of a plan, some of which fail; returns the plan that remains."""
+        self.executor.transfer_blocks(plan)
+        loaded = [copy for copy in plan.loads if self.random.random() > 0.2]
+        failed = set(plan.loads) - set(loaded) if self.random.random() < 0.2 else set()
+        self.count("loads", len(plan.loads))
+        self.count("failed_loads", len(failed))
+        if not failed:
+            return plan
+        for copy in failed:
+            self.executor.blocks[copy.destination] = [None] * self.config.block_size
+        plan = self.scheduler.fail_loads(plan, failed)
+        self.drop_requeued()
+        self.check()
+        return plan
+
+    def drop_requeued(self) -> None:
+        """Reset the requests whose prefix was not loaded."""
+        for request in self.requests.values():
+            if request.is_running and not request.state.is_running:
+                request.is_running, request.num_computed = False, 0
+                request.was_planned = request.state.was_admitted
+                self.count("requeued")
+
+    def execute(self, plan: StepPlan) -> StepPlan:
+        plan = self.transfer(plan)
         self.executor.copy_blocks(plan)
         rows = [row for row in plan.rows if row.seq_id in self.requests]
         self.count("copies", len(plan.copies))
@@ -346,11 +390,11 @@ class Workload:
             self.executor.write(row, self.requests[row.seq_id])
         for row in rows:
             self.executor.read(row, self.requests[row.seq_id])
+        return plan
 
     def step(self) -> None:
         """Schedule, execute, complete and append the sampled tokens."""
-        plan = self.make_plan()
-        self.execute(plan)
+        plan = self.execute(self.make_plan())
         self.complete(plan)
         self.append_oldest(plan)
 
@@ -362,6 +406,9 @@ class Workload:
 
     def complete(self, plan: StepPlan) -> None:
         self.scheduler.complete(plan)
+        self.count("offloads", len(plan.offloads))
+        num_offloaded = self.scheduler.make_stats().num_offloaded_blocks
+        require(num_offloaded == self.counts["offloads"], "offloaded blocks are miscounted")
         self.count("in_flight", bool(plan.rows and self.in_flight))
         for row in plan.rows:
             if row.seq_id in self.requests:
@@ -436,12 +483,14 @@ class Workload:
         prefill may be the cause and is then aborted."""
         plan = self.make_plan()
         if self.random.random() < 0.5:
+            self.executor.transfer_blocks(plan)
             self.executor.copy_blocks(plan)
             for row in plan.rows[::2]:
                 self.executor.write(row, self.requests[row.seq_id])
         self.scheduler.discard(plan)
         for row in plan.rows:
             self.requests[row.seq_id].num_computed = row.start
+        self.drop_requeued()
         if plan.rows and self.random.random() < 0.5:
             del self.requests[plan.rows[-1].seq_id]
             self.scheduler.finish(plan.rows[-1].seq_id)
@@ -457,7 +506,7 @@ class Workload:
         plan = self.make_plan()
         self.abort()
         if self.random.random() < 0.5:
-            self.execute(plan)
+            plan = self.execute(plan)
             self.complete(plan)
             self.append_oldest(plan)
             return
@@ -465,6 +514,7 @@ class Workload:
         for row in plan.rows:
             if row.seq_id in self.requests:
                 self.requests[row.seq_id].num_computed = row.start
+        self.drop_requeued()
 
     def reset(self) -> None:
         """The weights change: values computed with the old ones are never hit again."""

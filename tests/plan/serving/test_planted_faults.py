@@ -5,13 +5,15 @@ only plans, must detect each fault.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megalith.plan.serving import kv_cache_manager, prefix_cache
-from megalith.plan.serving.block_allocator import BlockAllocator
+from megalith.plan.serving.block_allocator import BlockAllocator, BlockCopy
 from megalith.plan.serving.cache_layout import AttentionView
+from megalith.plan.serving.host_cache import HostBlock, HostCache
 from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.prefix_cache import BlockHash, PrefixCache
 from megalith.plan.serving.scheduler import Scheduler, SequenceState, StepPlan
@@ -256,3 +258,94 @@ class AbortKeepsBlocks(Scheduler):
 def test_fault_26_blocks_of_an_aborted_row_not_freed() -> None:
     with pytest.raises(WrongPlanError, match="blocks are never freed"):
         run_workload(scheduler=AbortKeepsBlocks, num_tokens=2000)
+
+
+def run_offloading_workload(
+    scheduler: type[Scheduler] = Scheduler, *, num_host_blocks: int = 12
+) -> None:
+    """Run the random workload with pools so small that many blocks are offloaded and loaded."""
+    for seed in range(6):
+        config = make_config(
+            "full", block_size=3, num_tokens=62, num_host_blocks=num_host_blocks, max_num_seqs=4
+        )
+        workload = Workload(config, seed, scheduler=scheduler)
+        workload.checks_blocks = False
+        workload.run(150)
+
+
+def test_workload_with_kv_offloading_passes_without_a_fault() -> None:
+    run_offloading_workload()
+
+
+class OffloadsAfterTheStep(Scheduler):
+    """Executes offloads with the next step, when their blocks may be overwritten."""
+
+    delayed: tuple[BlockCopy, ...] = ()
+
+    def schedule(self, **options: Any) -> StepPlan:
+        plan = super().schedule(**options)
+        self._plan = replace(plan, offloads=self.delayed)
+        self.delayed = plan.offloads
+        return self._plan
+
+
+def test_block_offloaded_after_it_is_overwritten() -> None:
+    with pytest.raises(DETECTED):
+        run_offloading_workload(OffloadsAfterTheStep)
+
+
+class LoadsAfterTheStep(OffloadsAfterTheStep):
+    """Executes loads with the next step."""
+
+    def schedule(self, **options: Any) -> StepPlan:
+        plan = Scheduler.schedule(self, **options)
+        self._plan = replace(plan, loads=self.delayed)
+        self.delayed = plan.loads
+        return self._plan
+
+
+def test_load_not_awaited() -> None:
+    with pytest.raises(DETECTED):
+        run_offloading_workload(LoadsAfterTheStep)
+
+
+def test_load_of_the_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = HostCache.find
+
+    def find_another(self: HostCache, group: int, digest: bytes) -> HostBlock | None:
+        block = find(self, group, digest)
+        return None if block is None else replace(block, number=(block.number + 1) % 12)
+
+    monkeypatch.setattr(HostCache, "find", find_another)
+    with pytest.raises(DETECTED):
+        run_offloading_workload()
+
+
+def test_block_in_transfer_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin, unpin = HostCache.pin, HostCache.unpin
+
+    def pin_nothing(self: HostCache, block: HostBlock, *, time: int) -> None:
+        pin(self, block, time=time)
+        unpin(self, block)
+
+    def unpin_nothing(self: HostCache, block: HostBlock) -> None:
+        block.num_transfers = max(block.num_transfers - 1, 0)
+        self._push_if_evictable(block)
+
+    monkeypatch.setattr(HostCache, "pin", pin_nothing)
+    monkeypatch.setattr(HostCache, "unpin", unpin_nothing)
+    with pytest.raises(WrongPlanError, match="loaded and overwritten"):
+        run_offloading_workload(num_host_blocks=6)
+
+
+def test_host_memory_kept_after_a_weight_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCache, "reset", lambda self: None)
+    with pytest.raises(WrongPlanError, match="wrong value"):
+        run_offloading_workload()
+
+
+def test_loads_of_a_preempted_sequence_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks may have other content by then: two writes of one block in any order."""
+    monkeypatch.setattr(KVCacheManager, "_cancel_loads", lambda self, state: None)
+    with pytest.raises(WrongPlanError, match="two transfers have one destination"):
+        run_offloading_workload()
