@@ -173,6 +173,7 @@ class InferenceEngine:
         arrival_time: float | None = None,
         pooling: Pooling | None = None,
         adapter: str | None = None,
+        adapter_fingerprint: bytes | None = None,
         progress: Sequence[ChoiceProgress] = (),
     ) -> int:
         """Add a request and return its number.
@@ -180,15 +181,16 @@ class InferenceEngine:
         `salt`: requests with different salts share no cached prefix; `arrival_time`: when it
         reached the front end, on the monotonic clock; `pooling`: return an embedding of the prompt
         and no tokens, with max_new_tokens=0; `adapter`: name of a loaded LoRA adapter; None: the
-        base model; `progress`: of each choice, to continue a request of another engine. With its
-        seed the next tokens are those that the other engine would have generated.
+        base model; `progress`: of each choice, to continue a request of another engine, whose
+        adapter had the weights of `adapter_fingerprint`. With its seed the next tokens are those
+        that the other engine would have generated.
 
         Raises:
             ConfigError: the sampling parameters are invalid, or the engine holds no adapters.
             CheckpointError: the adapter was evicted, and its files were changed or removed; or a
                 weight update failed in the middle.
             DataError: the prompt is empty, too long, or has unknown ids; or nothing follows the
-                progress.
+                progress, or its adapter now has other weights.
         """
         if self._updater.error is not None:
             raise CheckpointError(self._updater.error)
@@ -207,7 +209,9 @@ class InferenceEngine:
         if params.structured_outputs is not None:
             assert self.grammars is not None, "checked by text_problems"
             grammar = self.grammars.compile(params.structured_outputs)
-        loaded = None if adapter is None else self._adapter_manager().find(adapter)
+        loaded = None
+        if adapter is not None:
+            loaded = self._adapter_manager().find(adapter, adapter_fingerprint)
         number = self._num_requests
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         output = RequestOutput(
