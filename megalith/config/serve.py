@@ -178,21 +178,7 @@ class GenerateRun:
 
 def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -> list[str]:
     """Return a message for every setting of an engine that its parallel layout does not support."""
-    method = config.speculation.method
     problems = []
-    if method in ("draft_model", "mtp"):
-        drafts = f"speculation.method={method}", "Set speculation.method to ngram"
-        problems += [
-            (*drafts, "pp", parallel.pp, 1, "drafts are proposed by one stage"),
-            (
-                *drafts,
-                "dp",
-                parallel.dp,
-                1,
-                "drafts would change the steps of other ranks",
-            ),
-            (*drafts, "sp", parallel.sp, False, "draft steps are not padded to a multiple of tp"),
-        ]
     if config.max_adapters:
         adapters = f"max_adapters={config.max_adapters}", "Set max_adapters to 0"
         problems += [

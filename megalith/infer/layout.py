@@ -135,11 +135,13 @@ def build_generation_mesh(
 
 
 def generation_pipeline(model: ModelConfig, pp: int) -> PipelineConfig:
-    """Return which layers each of `pp` stages has: equally many, or the first ones one more."""
+    """Return which layers each of `pp` stages has: equally many, or the first ones one more; the
+    last one has the MTP layers."""
     if pp == 1:
         return PipelineConfig()
     counts = [model.num_layers // pp + (stage < model.num_layers % pp) for stage in range(pp)]
-    return PipelineConfig(layout="E" + "|".join(f"t*{count}" for count in counts) + "L")
+    layers = "|".join(f"t*{count}" for count in counts)
+    return PipelineConfig(layout=f"E{layers}{'m' * model.mtp.num_layers}L")
 
 
 def inference_layout_problems(

@@ -233,10 +233,6 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
             "number of processes. Set --nproc to 2.",
         ),
         (
-            ["RUN", "--nproc", "2", "--parallel.pp", "2", "--engine.speculation.method", "mtp"],
-            "speculation.method=mtp with parallel.pp=2: drafts are proposed by one stage.",
-        ),
-        (
             ["RUN", "--parallel.sp", "true"],
             "parallel.sp=true with --nproc=1: there is one tensor-parallel rank",
         ),
