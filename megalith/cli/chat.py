@@ -14,13 +14,14 @@ from tyro.conf import Positional
 
 from megalith import storage
 from megalith.cli.arguments import join_overrides, parse_options, split_overrides
-from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
+from megalith.cli.generate import DTYPES, chunk_problems, has_one_process, ignore, print_now
 from megalith.cli.output import print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.serve import (
     EngineConfig,
     GenerateRun,
+    adapter_name_problems,
     engine_problems,
     parallel_problems,
     single_replica_problems,
@@ -96,6 +97,10 @@ class ChatOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    adapter: str | None = None
+    """Name of a LoRA adapter that --engine.adapters NAME=FOLDER loads; default: the model without
+    adapters."""
+
     nproc: int = 1
     """Number of processes on this machine that share the model: tensor parallel, in parallel.pp
     pipeline stages; omit under torchrun."""
@@ -109,16 +114,23 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, GenerateRun)
     options = parse_options(ChatOptions, rest, prog="megalith chat", root=GenerateRun)
     run = apply_overrides(GenerateRun(engine=ONE_SEQUENCE), overrides)
-    raise_all(option_problems(options) + engine_problems(run.engine))
-    raise_all(parallel_problems(run.engine, run.parallel))
-    raise_all(single_replica_problems(run.parallel))
+    problems = option_problems(options) + engine_problems(run.engine)
+    problems += parallel_problems(run.engine, run.parallel) + single_replica_problems(run.parallel)
+    problems += adapter_name_problems(options.adapter, run.engine)
     from megalith.infer.layout import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
-    if in_worker(os.environ) or options.nproc == 1:
+    if in_worker(os.environ) or has_one_process(options.nproc, run):
+        raise_all(problems)
         return run_chat(options, run)
     # report errors of the source once, not per worker
-    open_source(options.source, options.nproc, base=options.base, parallel=run.parallel)
+    open_source(
+        options.source,
+        options.nproc,
+        base=options.base,
+        parallel=run.parallel,
+        problems=problems,
+    )
     words = ["chat", *build_worker_arguments(options), *join_overrides(overrides)]
     if options.input is not None:
         return run_workers(words, options.nproc)
@@ -147,12 +159,7 @@ def option_problems(options: ChatOptions) -> list[str]:
         problems.append("--max-new-tokens=0 must be at least 1. Use 256.")
     if options.greedy and options.temperature != DEFAULT_TEMPERATURE:
         problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
-    problems += chunk_problems(options.mlp_chunks)
-    if options.nproc < 1:
-        problems.append(
-            f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."
-        )
-    return problems
+    return problems + chunk_problems(options.mlp_chunks)
 
 
 def build_worker_arguments(options: ChatOptions) -> list[str]:
@@ -243,7 +250,14 @@ def open_chat(
         config=run.engine,
         parallel=run.parallel,
     )
-    return Chat(generator, template, settings(options), run.engine, options.system)
+    return Chat(
+        generator,
+        template,
+        settings(options),
+        run.engine,
+        system=options.system,
+        adapter=options.adapter,
+    )
 
 
 @dataclass(frozen=True, slots=True)

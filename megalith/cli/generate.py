@@ -20,7 +20,13 @@ from megalith.cli.output import print_json, print_warnings
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.serve import GenerateRun, engine_problems, parallel_problems
+from megalith.config.serve import (
+    GenerateRun,
+    adapter_name_problems,
+    engine_problems,
+    parallel_problems,
+    process_count_problems,
+)
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import DataError, raise_all
 
@@ -90,6 +96,10 @@ class GenerateOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    adapter: str | None = None
+    """Name of a LoRA adapter that --engine.adapters NAME=FOLDER loads; default: the model without
+    adapters."""
+
     nproc: int = 1
     """Number of processes on this machine that share the model: tensor parallel, in parallel.pp
     pipeline stages; omit under torchrun."""
@@ -103,15 +113,23 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, GenerateRun)
     options = parse_options(GenerateOptions, rest, prog="megalith generate", root=GenerateRun)
     run = apply_overrides(GenerateRun(), overrides)
-    raise_all(option_problems(options) + engine_problems(run.engine))
-    raise_all(parallel_problems(run.engine, run.parallel))
-    prompts = read_prompts(options)
+    problems = option_problems(options) + engine_problems(run.engine)
+    problems += parallel_problems(run.engine, run.parallel)
+    problems += adapter_name_problems(options.adapter, run.engine)
     from megalith.infer.layout import open_source
     from megalith.launch.launcher import in_worker, run_workers
 
-    if in_worker(os.environ) or options.nproc == 1:
-        return write(options, prompts, run)
-    path = open_source(options.source, options.nproc, base=options.base, parallel=run.parallel).path
+    if in_worker(os.environ) or has_one_process(options.nproc, run):
+        raise_all(problems)
+        return write(options, read_prompts(options), run)
+    path = open_source(
+        options.source,
+        options.nproc,
+        base=options.base,
+        parallel=run.parallel,
+        problems=problems,
+    ).path
+    prompts = read_prompts(options)
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
         # workers cannot share standard input
         file = Path(folder) / "prompts.jsonl"
@@ -120,6 +138,11 @@ def main(argv: list[str]) -> int:
         )
         words = [*build_worker_arguments(options, path, file), *join_overrides(overrides)]
         return run_workers(["generate", *words], options.nproc)
+
+
+def has_one_process(nproc: int, run: GenerateRun) -> bool:
+    """Return whether the model runs in this process."""
+    return nproc == 1 and not process_count_problems(run.parallel, nproc)
 
 
 def option_problems(options: GenerateOptions) -> list[str]:
@@ -132,12 +155,7 @@ def option_problems(options: GenerateOptions) -> list[str]:
         problems.append("--max-new-tokens=0 must be at least 1. Use 256.")
     if options.greedy and options.temperature != 1.0:
         problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
-    problems += chunk_problems(options.mlp_chunks)
-    if options.nproc < 1:
-        problems.append(
-            f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."
-        )
-    return problems
+    return problems + chunk_problems(options.mlp_chunks)
 
 
 def chunk_problems(chunks: int) -> list[str]:
@@ -226,7 +244,14 @@ def generate_all(
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
-    transcripts = generate_text(generator, prompts, settings(options), show=show, config=run.engine)
+    transcripts = generate_text(
+        generator,
+        prompts,
+        settings(options),
+        show=show,
+        config=run.engine,
+        adapter=options.adapter,
+    )
     return transcripts, time.perf_counter() - started
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from megalith import storage
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.serve import ModelOptions
-from megalith.config.server import ServeConfig, ServeRun, serve_problems
+from megalith.config.server import ServeConfig, ServeRun
 from megalith.config.tree import apply_overrides
-from megalith.errors import ConfigError, DataError, raise_all
+from megalith.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         max_queue_tokens=2**40,
     )
     run = apply_overrides(ServeRun(server=server), overrides)
-    raise_all(serve_problems(run) + options.layout_problems(run))
+    options.check_settings(run)
     from megalith.serve.transport import check_packages
 
     check_packages("megalith run-batch")

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +13,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.generate import DTYPES
-from megalith.config.serve import replica_problems
+from megalith.config.serve import InferenceParallelConfig, process_count_problems
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.config.tree import apply_overrides, to_dict
 from megalith.errors import raise_all
@@ -41,11 +43,20 @@ class ModelOptions:
     """Number of processes: parallel.dp replicas of the model, each tensor parallel in parallel.pp
     pipeline stages."""
 
-    def layout_problems(self, run: ServeRun) -> list[str]:
-        """Return a message for every parallel degree that does not fit the number of processes."""
-        if self.nproc >= 1:
-            return replica_problems(run.parallel, self.nproc)
-        return [f"--nproc={self.nproc} must be at least 1. Use the number of processes to start."]
+    def check_settings(self, run: ServeRun) -> None:
+        """Check the settings, and that the processes can share the model.
+
+        Raises:
+            CheckpointError: there are several processes, and the model cannot be read.
+            ConfigError: it lists all problems.
+        """
+        problems = serve_problems(run)
+        if self.nproc == 1 and not process_count_problems(run.parallel, 1):
+            raise_all(problems)
+            return
+        # the model needs torch, whose memory this process does not have to use
+        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as process:
+            process.submit(check_source, self, run.parallel, problems).result()
 
     def engine_settings(self, run: ServeRun, **more: Any) -> dict[str, Any]:
         """Return the settings of the engine process as plain data; `more`: those of a server."""
@@ -61,6 +72,17 @@ class ModelOptions:
             "served_model_name": run.server.served_model_name or Path(self.source).resolve().name,
             **more,
         }
+
+
+def check_source(
+    options: ModelOptions, parallel: InferenceParallelConfig, problems: list[str]
+) -> None:
+    """Check that the processes of a server can share its model; see `open_source`."""
+    from megalith.infer.layout import open_source
+
+    open_source(
+        options.source, options.nproc, base=options.base, parallel=parallel, problems=problems
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +102,7 @@ def main(argv: list[str]) -> int:
     if server.served_model_name is None:
         server = replace(server, served_model_name=Path(options.source).resolve().name)
     run = apply_overrides(ServeRun(server=server), overrides)
-    raise_all(serve_problems(run) + options.layout_problems(run))
+    options.check_settings(run)
     from megalith.serve.transport import check_packages
 
     check_packages("megalith serve")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from megalith.config.fields import Example, Ge, Gt, Le, range_problems
+from megalith.errors import did_you_mean
 
 Quantization = Literal["none", "int8"]
 """Format of the weights of matmuls during inference. none: the dtype of the model; int8: one scale
@@ -190,21 +191,7 @@ class GenerateRun:
 
 def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -> list[str]:
     """Return a message for every setting of an engine that its parallel layout does not support."""
-    method = config.speculation.method
     problems = []
-    if method in ("draft_model", "mtp"):
-        drafts = f"speculation.method={method}", "Set speculation.method to ngram"
-        problems += [
-            (*drafts, "pp", parallel.pp, 1, "drafts are proposed by one stage"),
-            (
-                *drafts,
-                "dp",
-                parallel.dp,
-                1,
-                "drafts would change the steps of other ranks",
-            ),
-            (*drafts, "sp", parallel.sp, False, "draft steps are not padded to a multiple of tp"),
-        ]
     if config.max_adapters:
         adapters = f"max_adapters={config.max_adapters}", "Set max_adapters to 0"
         problems += [
@@ -222,21 +209,26 @@ def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -
     ]
 
 
-def replica_problems(parallel: InferenceParallelConfig, nproc: int) -> list[str]:
-    """Return a message if `nproc` processes cannot be the replicas of an engine."""
+def process_count_problems(parallel: InferenceParallelConfig, nproc: int) -> list[str]:
+    """Return a message if `nproc` processes cannot have a parallel layout, whatever the model."""
     tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
-    if dp == 1:
-        return []
+    if nproc < 1:
+        return [f"--nproc={nproc} must be at least 1. Use the number of processes to start."]
     if nproc % (dp * pp):
         return [
-            f"parallel.dp={dp} and parallel.pp={pp} with --nproc={nproc}: every replica and every "
-            f"stage has equally many processes. Set --nproc to a multiple of {dp * pp}, such as "
-            f"{dp * (tp or 1) * pp}."
+            f"parallel.pp={pp} and parallel.dp={dp} with --nproc={nproc}: every stage and every "
+            "data-parallel replica has equally many processes. Set --nproc to a multiple of "
+            f"{dp * pp}, such as {dp * (tp or 1) * pp}."
         ]
     if tp is not None and tp * pp * dp != nproc:
         return [
             f"parallel.tp={tp}, parallel.pp={pp} and parallel.dp={dp} with --nproc={nproc}: tp x "
             f"pp x dp is the number of processes. Set --nproc to {tp * pp * dp}."
+        ]
+    if parallel.sp and nproc == dp * pp:
+        return [
+            f"parallel.sp=true with --nproc={nproc}: there is one tensor-parallel rank, and no "
+            "tokens to share. Set parallel.sp to false."
         ]
     return []
 
@@ -248,6 +240,19 @@ def single_replica_problems(parallel: InferenceParallelConfig) -> list[str]:
     return [
         f"parallel.dp={parallel.dp}: this command runs one replica of the engine. Set parallel.dp "
         "to 1, or use megalith serve."
+    ]
+
+
+def adapter_name_problems(name: str | None, config: EngineConfig) -> list[str]:
+    """Return a message if no adapter that is loaded at the start has the name; None: none is
+    used."""
+    names = [entry.partition("=")[0] for entry in config.adapters]
+    if name is None or name in names:
+        return []
+    advice = did_you_mean(name, names) or f" Add --engine.adapters {name}=FOLDER."
+    return [
+        f"--adapter={name}: engine.adapters has {', '.join(names) or 'none'}, but no adapter of "
+        f"this name.{advice}"
     ]
 
 

@@ -44,6 +44,11 @@ class UnknownAdapterError(DataError):
     """A request names an adapter that is not loaded."""
 
 
+class ReplacedAdapterError(DataError):
+    """A continued request has tokens of other weights than those that its adapter's name stands
+    for."""
+
+
 class AdaptersInUseError(DataError):
     """Every adapter in memory has requests in flight, so that no other one can be loaded."""
 
@@ -151,15 +156,23 @@ class AdapterManager:
         if named.number in self._in_memory:
             self._drop_name(self._in_memory[named.number])
 
-    def find(self, name: str) -> LoadedAdapter:
+    def find(self, name: str, fingerprint: bytes | None = None) -> LoadedAdapter:
         """Return the adapter of a request; an evicted one is read again. Collective over the ranks.
+        `fingerprint`: of the weights that have generated the first tokens of the request.
 
         Raises:
             AdaptersInUseError: every adapter in memory has requests in flight.
             CheckpointError: it was evicted, and its files were changed or removed.
+            ReplacedAdapterError: it has other weights than those that the request started with.
             UnknownAdapterError: there is none of this name.
         """
         named = self._find_named(name)
+        if fingerprint not in (None, named.fingerprint):
+            raise ReplacedAdapterError(
+                f"adapter={name}: the first tokens of this request were generated with other "
+                "weights, which another replica had under this name. Send the request again to "
+                "use the present ones."
+            )
         adapter = self._in_memory.pop(named.number, None)
         if adapter is None:
             self._evict_least_recently_used(name)

@@ -39,6 +39,7 @@ from megalith.infer.speculative import (
     DraftLengthController,
     DraftProposer,
     NGramProposer,
+    PipelineSpeculator,
     Speculator,
     check_speculation,
 )
@@ -77,7 +78,7 @@ def build_engine(
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
-        has_padding=not model.tp_comm.invariant or generator.expert_group.size > 1,
+        has_padding=_has_padding(generator),
         groups=token_groups(model),
     )
     if config.batch_invariant:
@@ -116,6 +117,11 @@ def build_engine(
     if config.max_model_len is None:
         _warn_if_context_is_reduced(size.max_model_len, model.config, config)
     return engine
+
+
+def _has_padding(generator: TextGenerator) -> bool:
+    """Return whether steps may have tokens of padding."""
+    return not generator.model.tp_comm.invariant or generator.expert_group.size > 1
 
 
 def _device_of(generator: TextGenerator) -> torch.device:
@@ -253,13 +259,13 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
         )
     if speculation.method != "draft_model":
         return None
-    if generator.draft_model is None:
+    if generator.draft_config is None:
         raise ConfigError(
             f"speculation.draft_model={speculation.draft_model}: the model was loaded without it. "
             "Pass the same config to load_generator."
         )
     plan = plan_cache(
-        generator.draft_model.config,
+        generator.draft_config,
         tp=tp,
         element_size=element_size,
         dtype=config.cache.dtype,
@@ -279,30 +285,41 @@ def build_speculator(
     `draft_plan` stores as many tokens as that of the model."""
     if config.speculation.method == "none":
         return None
-    model, max_tokens = runner.model, config.max_num_batched_tokens
     longest = config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
-    proposer: DraftProposer = NGramProposer()
-    if draft_plan is not None:
-        num_groups = max(1, len(runner.cache.plan.layout.groups))
-        cache = PagedKVCache(
-            draft_plan,
-            num_blocks=-(-runner.cache.num_blocks * len(draft_plan.layout.groups) // num_groups),
-            block_size=runner.cache.block_size,
-            kernel=runner.cache.kernel,
-            groups=token_groups(generator.draft_model or model),
-        )
-        if generator.draft_model is None:
-            longest = len(draft_plan.slots)
-            proposer = MTPProposer(runner, cache, max_tokens=max_tokens)
-        else:
-            proposer = DraftModelProposer(
-                ModelRunner(generator.draft_model, cache, limits=runner.limits),
-                vocab_size=model.config.vocab_size,
-                max_num_batched_tokens=max_tokens,
-            )
+    if config.speculation.method == "mtp" and draft_plan is not None:
+        longest = len(draft_plan.slots)
     # the clocks of ranks differ
     measures_time = generator.ranks.size == 1
-    return Speculator(proposer, DraftLengthController(longest, measures_time=measures_time))
+    lengths = DraftLengthController(longest, measures_time=measures_time)
+    if draft_plan is None:
+        return Speculator(NGramProposer(), lengths)
+    proposer = None
+    if runner.is_last_stage:
+        proposer = _build_model_proposer(generator, config, runner, draft_plan)
+    return (Speculator if runner.num_stages == 1 else PipelineSpeculator)(proposer, lengths)
+
+
+def _build_model_proposer(
+    generator: TextGenerator, config: EngineConfig, runner: ModelRunner, draft_plan: CachePlan
+) -> DraftProposer:
+    """Return the proposer of drafts of a draft model or of MTP layers."""
+    num_groups = max(1, len(runner.cache.plan.layout.groups))
+    cache = PagedKVCache(
+        draft_plan,
+        num_blocks=-(-runner.cache.num_blocks * len(draft_plan.layout.groups) // num_groups),
+        block_size=runner.cache.block_size,
+        kernel=runner.cache.kernel,
+        has_padding=_has_padding(generator),
+        groups=token_groups(generator.draft_model or runner.model),
+    )
+    max_tokens = config.max_num_batched_tokens
+    if generator.draft_model is None:
+        return MTPProposer(runner, cache, max_tokens=max_tokens)
+    return DraftModelProposer(
+        ModelRunner(generator.draft_model, cache, limits=runner.limits),
+        vocab_size=runner.model.config.vocab_size,
+        max_num_batched_tokens=max_tokens,
+    )
 
 
 def _small_batch_limits(generator: TextGenerator, config: EngineConfig) -> SmallBatchLimits:

@@ -27,6 +27,9 @@ class Chat:
     params: SamplingParams
     config: EngineConfig
     system: str | None = None
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter; None: the base model."""
+
     messages: list[Message] = field(default_factory=list)
     engine: InferenceEngine = field(init=False)
 
@@ -58,7 +61,9 @@ class Chat:
                 f"{longest} tokens including the answer. Use /reset to start again."
             )
         number = self.engine.add_request(
-            ids, add_turn_end(self.params, *find_turn_end(self.template, self.generator.tokenizer))
+            ids,
+            add_turn_end(self.params, *find_turn_end(self.template, self.generator.tokenizer)),
+            adapter=self.adapter,
         )
         answer: list[str] = []
         try:

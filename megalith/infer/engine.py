@@ -60,8 +60,8 @@ from megalith.infer.sample import (
     TokenCounts,
     encode_bad_words,
 )
-from megalith.infer.speculative import DraftRow, Speculator
-from megalith.infer.step_results import compute_results
+from megalith.infer.speculative import DraftRow, PipelineSpeculator, Speculator
+from megalith.infer.step_results import compute_results, make_draft_rows
 from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
 from megalith.infer.structured_output import (
     GrammarCompiler,
@@ -175,6 +175,7 @@ class InferenceEngine:
         arrival_time: float | None = None,
         pooling: Pooling | None = None,
         adapter: str | None = None,
+        adapter_fingerprint: bytes | None = None,
         progress: Sequence[ChoiceProgress] = (),
     ) -> int:
         """Add a request and return its number.
@@ -182,15 +183,16 @@ class InferenceEngine:
         `salt`: requests with different salts share no cached prefix; `arrival_time`: when it
         reached the front end, on the monotonic clock; `pooling`: return an embedding of the prompt
         and no tokens, with max_new_tokens=0; `adapter`: name of a loaded LoRA adapter; None: the
-        base model; `progress`: of each choice, to continue a request of another engine. With its
-        seed the next tokens are those that the other engine would have generated.
+        base model; `progress`: of each choice, to continue a request of another engine, whose
+        adapter had the weights of `adapter_fingerprint`. With its seed the next tokens are those
+        that the other engine would have generated.
 
         Raises:
             ConfigError: the sampling parameters are invalid, or the engine holds no adapters.
             CheckpointError: the adapter was evicted, and its files were changed or removed; or a
                 weight update failed in the middle.
             DataError: the prompt is empty, too long, or has unknown ids; or nothing follows the
-                progress.
+                progress, or its adapter now has other weights.
         """
         if self._updater.error is not None:
             raise CheckpointError(self._updater.error)
@@ -209,7 +211,9 @@ class InferenceEngine:
         if params.structured_outputs is not None:
             assert self.grammars is not None, "checked by text_problems"
             grammar = self.grammars.compile(params.structured_outputs)
-        loaded = None if adapter is None else self._adapter_manager().find(adapter)
+        loaded = None
+        if adapter is not None:
+            loaded = self._adapter_manager().find(adapter, adapter_fingerprint)
         number = self._num_requests
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         output = RequestOutput(
@@ -405,8 +409,8 @@ class InferenceEngine:
         for failure in failures:
             outputs += self._fail(failure)
         self.scheduler.complete(plan)
-        if logits is not None and self._speculator is not None:
-            self._speculator.observe(plan, logits.hidden)
+        if self._speculator is not None and self.runner.is_last_stage:
+            self._speculator.observe(plan, None if logits is None else logits.hidden)
         rows = plan.select_sampling_rows(needs.hidden) if logits is None else logits.rows
         step = self._make_step(plan, started, [row for row in rows if row.seq_id in self._choices])
         try:
@@ -414,6 +418,11 @@ class InferenceEngine:
                 step.results = StepResults()
                 if logits is not None:
                     step.results = compute_results(step, logits, self._choices, self.runner.vocab)
+                if isinstance(self._speculator, PipelineSpeculator):
+                    verified = make_draft_rows(
+                        step, step.results, self._choices, self._max_total_tokens
+                    )
+                    step.results.drafts = self._speculator.propose_next(verified)
                 self.runner.send_results(step.results)
         except BaseException as error:
             self._fail_step(step, error, outputs)
@@ -792,7 +801,7 @@ class InferenceEngine:
                 make_row = partial(make_sample_row, choice)
                 rows.append(DraftRow(choice.state.seq_id, token_ids, max_draft_tokens, make_row))
         if len(rows) >= self.config.max_num_batched_tokens:
-            return {}
+            rows = []
         try:
             return self._speculator.propose(rows)
         except Exception:
@@ -841,6 +850,8 @@ class InferenceEngine:
         for choice in step.scored:
             if choice.state.seq_id in self._choices:
                 outputs += self._end_request(choice.request, "length")
+        if isinstance(self._speculator, PipelineSpeculator):
+            self._speculator.receive(results.drafts)
         drafted: list[tuple[DraftedRow, list[SampledToken]]] = []
         for row, sampled in zip(step.drafted, results.sampled, strict=True):
             if row.choice.request.output.request_id in self._requests and self._fork(row.choice):
@@ -864,7 +875,7 @@ class InferenceEngine:
             self.scheduler.count_drafts(len(draft_ids), num_accepted)
             number = choice.state.seq_id
             if self._speculator is not None and number in self._choices:
-                self._speculator.lengths.record_drafts(number, len(draft_ids), num_accepted)
+                self._speculator.record_drafts(number, len(draft_ids), num_accepted)
         return outputs
 
     def _fork(self, choice: RequestChoice) -> bool:

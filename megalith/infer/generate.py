@@ -96,9 +96,11 @@ def generate_text(
     *,
     show: Callable[[str], None],
     config: EngineConfig | None = None,
+    adapter: str | None = None,
 ) -> list[Transcript]:
     """Generate continuations of all prompts; `show` gets the texts as they grow, in the order of
-    the prompts. Prompt i is sampled with a seed derived from `params.seed` and i.
+    the prompts. Prompt i is sampled with a seed derived from `params.seed` and i. `adapter`: name
+    of a LoRA adapter of `config`; None: the base model.
 
     Called by every rank with the same arguments. Data-parallel rank r generates from prompts r, r +
     dp, ...; the texts are shown at the end, and all ranks return all transcripts.
@@ -121,7 +123,7 @@ def generate_text(
         if params.seed is not None:
             seeded = replace(params, seed=key(params.seed, "prompt", str(index)))
         try:
-            number_of[engine.add_request(ids, seeded)] = index
+            number_of[engine.add_request(ids, seeded, adapter=adapter)] = index
         except DataError as error:
             raise DataError(f"prompt {index + 1}: {error}") from error
     printer = OrderedPrinter(transcripts)

@@ -1,6 +1,7 @@
 """Parallel layout of a model during inference: which processes can share it, and their mesh."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megalith.config.fields import range_problems
@@ -8,9 +9,10 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.config.serve import (
     InferenceParallelConfig,
+    process_count_problems,
 )
 from megalith.config.train import TrainRun
-from megalith.errors import ConfigError, raise_all
+from megalith.errors import UserError, raise_all
 from megalith.hf.pretrained import (
     Pretrained,
     check_has_adapters,
@@ -32,31 +34,45 @@ def open_source(
     *,
     base: str | None = None,
     parallel: InferenceParallelConfig = DEFAULT_PARALLEL,
+    problems: Sequence[str] = (),
 ) -> Pretrained:
     """Open the model named by `source` and check that `ranks` can share it; `base`: folder of the
-    base of adapters.
+    base of adapters; `problems`: with other settings, which are reported with those of the layout.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
         ConfigError: the number of ranks is not that of the layout, or tp is too large or does not
-            divide the heads; or there is a base but no adapters.
+            divide the heads; or there is a base but no adapters; or there are other problems.
     """
-    opened = open_pretrained(locate_source(source), base=base)
-    if base is not None:
-        check_has_adapters(opened, base)
-    raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
-    raise_all(inference_layout_problems(opened.model, ranks, parallel))
-    if problems := _model_problems(opened, ranks, parallel):
-        others = parallel.pp * parallel.dp
-        heads = opened.model.num_heads
-        counts = [others * tp for tp in sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})]
-        fits = [str(each) for each in counts if not _model_problems(opened, each, parallel)]
-        raise ConfigError(
-            f"--nproc={ranks}: this number of processes cannot share {opened.path}: "
-            f"{_why_not(opened, ranks, parallel, problems[0])}. "
-            f"Set --nproc to one of {', '.join(fits)}."
-        )
+    try:
+        opened = open_pretrained(locate_source(source), base=base)
+        if base is not None:
+            check_has_adapters(opened, base)
+    except UserError:
+        raise_all(problems)
+        raise
+    own_problems = _model_problems(opened, 1) + generation_problems(opened.model)
+    own_problems = own_problems or _layout_problems(opened, ranks, parallel)
+    raise_all([*problems, *own_problems])
     return opened
+
+
+def _layout_problems(
+    opened: Pretrained, ranks: int, parallel: InferenceParallelConfig
+) -> list[str]:
+    """Return why ranks cannot share a model."""
+    problems = inference_layout_problems(opened.model, ranks, parallel)
+    if problems or not (model_problems := _model_problems(opened, ranks, parallel)):
+        return problems
+    others = parallel.pp * parallel.dp
+    heads = opened.model.num_heads
+    counts = [others * tp for tp in sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})]
+    fits = [str(each) for each in counts if not _model_problems(opened, each, parallel)]
+    return [
+        f"--nproc={ranks}: this number of processes cannot share {opened.path}: "
+        f"{_why_not(opened, ranks, parallel, model_problems[0])}. "
+        f"Set --nproc to one of {', '.join(fits)}."
+    ]
 
 
 def _model_problems(
@@ -123,11 +139,13 @@ def build_generation_mesh(
 
 
 def generation_pipeline(model: ModelConfig, pp: int) -> PipelineConfig:
-    """Return which layers each of `pp` stages has: equally many, or the first ones one more."""
+    """Return which layers each of `pp` stages has: equally many, or the first ones one more; the
+    last one has the MTP layers."""
     if pp == 1:
         return PipelineConfig()
     counts = [model.num_layers // pp + (stage < model.num_layers % pp) for stage in range(pp)]
-    return PipelineConfig(layout="E" + "|".join(f"t*{count}" for count in counts) + "L")
+    layers = "|".join(f"t*{count}" for count in counts)
+    return PipelineConfig(layout=f"E{layers}{'m' * model.mtp.num_layers}L")
 
 
 def inference_layout_problems(
@@ -143,30 +161,12 @@ def inference_layout_problems(
             f"parallel.pp={parallel.pp} is more than model.num_layers={model.num_layers}: every "
             f"stage has a layer. Set parallel.pp to at most {model.num_layers}."
         )
-    others = parallel.pp * parallel.dp
-    if ranks % others:
-        problems.append(
-            f"parallel.pp={parallel.pp} and parallel.dp={parallel.dp} with --nproc={ranks}: every "
-            "stage and every data-parallel rank has equally many processes. Set --nproc to a "
-            f"multiple of {others}."
-        )
-    elif parallel.tp not in (None, ranks // others):
-        problems.append(
-            f"parallel.tp={parallel.tp}, parallel.pp={parallel.pp} and parallel.dp={parallel.dp} "
-            f"with --nproc={ranks}: tp x pp x dp is the number of processes. Set --nproc to "
-            f"{parallel.tp * others}."
-        )
-    elif parallel.sp and model.mla is not None:
+    if parallel.sp and model.mla is not None:
         problems.append(
             "parallel.sp=true with model.mla: every rank caches the latent vectors of all tokens. "
             "Set parallel.sp to false; parallel.dp divides the sequences among ranks."
         )
-    elif parallel.sp and ranks == others:
-        problems.append(
-            f"parallel.sp=true with --nproc={ranks}: there is one tensor-parallel rank, and no "
-            "tokens to share. Set parallel.sp to false."
-        )
-    return problems
+    return problems + process_count_problems(parallel, ranks)
 
 
 def generation_problems(model: ModelConfig) -> list[str]:

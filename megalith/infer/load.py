@@ -57,8 +57,9 @@ from megalith.parallel.group import (
     gather_objects,
     raise_on_all_ranks,
 )
-from megalith.parallel.mesh import Mesh
+from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.nvls import choose_collectives
+from megalith.plan.grid import model_grid
 from megalith.plan.kernels import find_backend_spec, why_not
 from megalith.plan.shards import DENSE_AXES
 from megalith.plan.stages import plan_stages
@@ -90,7 +91,10 @@ class TextGenerator:
     quantization: Quantization = "none"
 
     draft_model: Decoder | None = None
-    """Smaller model that proposes draft tokens."""
+    """Smaller model that proposes draft tokens, on the last pipeline stage."""
+
+    draft_config: ModelConfig | None = None
+    """Config of the draft model, on all stages."""
 
     ranks: Group = SINGLE_RANK
     """Ranks that share the model."""
@@ -155,6 +159,8 @@ def load_text_generator(
         check_int8_supported(device, backends)
     layout = generation_layout(model_config, mesh.world.size, parallel)
     _warn_if_experts_are_replicated(model_config, layout, parallel)
+    if model_config.moe is not None:  # that of a draft model is smaller
+        layout = replace(layout, ep=mesh.over("ep").size)
     context = build_context(
         model_config,
         mesh,
@@ -172,9 +178,14 @@ def load_text_generator(
     (model,) = build_chunks(context)
     check_mlp_chunks(model, mlp_chunks, source.path)
     load_decoder(model, source, device, mesh.world)
-    draft_model = _load_draft_model(
-        source.model, tokenizer, mesh, device, dtype, kernels, config, parallel
-    )
+    draft_config, draft_model = None, None
+    if config.speculation.draft_model is not None:
+        draft = open_source(config.speculation.draft_model, mesh.tp.size)
+        check_same_vocabulary(
+            tokenizer, build_tokenizer(draft.tokenizer), config.speculation.draft_model
+        )
+        draft_config = draft.model
+        draft_model = _load_draft_model(draft, mesh, device, dtype, kernels, config, parallel)
     return TextGenerator(
         model=model.eval(),
         tokenizer=tokenizer,
@@ -183,6 +194,7 @@ def load_text_generator(
         source=source,
         quantization=config.quantization,
         draft_model=draft_model,
+        draft_config=draft_config,
         ranks=mesh.world,
         dp=mesh.dp,
         expert_group=find_expert_group(layout, mesh),
@@ -193,8 +205,7 @@ def load_text_generator(
 
 
 def _load_draft_model(
-    model: ModelConfig,
-    tokenizer: Tokenizer,
+    source: Pretrained,
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
@@ -202,21 +213,32 @@ def _load_draft_model(
     config: EngineConfig,
     parallel: InferenceParallelConfig,
 ) -> Decoder | None:
-    """Load the draft model of an engine for `model`; None if it has none. Collective.
-
-    Raises:
-        ConfigError: its vocabulary or its layout does not fit the model.
-    """
-    name = config.speculation.draft_model
-    if name is None:
+    """Load the draft model of an engine on the last pipeline stage of `mesh`; None on the others.
+    Each data-parallel rank has one, tensor parallel as its model. Collective."""
+    draft_mesh = build_draft_mesh(source.model, mesh)
+    if mesh.rank not in draft_mesh.grid.ranks:
         return None
-    source = open_draft_model(name, model, mesh.tp.size)
     draft_config = replace(config, speculation=SpeculationConfig(), max_adapters=0, adapters=())
-    draft = load_text_generator(
-        source, mesh, device, dtype, kernels=kernels, config=draft_config, parallel=parallel
-    )
-    check_same_vocabulary(tokenizer, draft.tokenizer, name)
-    return draft.model
+    return load_text_generator(
+        source,
+        draft_mesh,
+        device,
+        dtype,
+        kernels=kernels,
+        config=draft_config,
+        parallel=InferenceParallelConfig(
+            dp=draft_mesh.world.size // mesh.tp.size, collectives=parallel.collectives
+        ),
+    ).model
+
+
+def build_draft_mesh(model: ModelConfig, mesh: Mesh) -> Mesh:
+    """Return the mesh of a draft model: the last pipeline stage of `mesh`, whose data-parallel
+    ranks share no experts. Collective over the world."""
+    num_ranks = mesh.world.size // mesh.pp.size
+    layout = generation_layout(model, mesh.tp.size)
+    first = mesh.world.size - num_ranks
+    return build_mesh(model_grid(layout, model, num_ranks, offset=first), rank=mesh.rank)
 
 
 def _check_adapters_fit_mlp_chunks(config: EngineConfig, mlp_chunks: int) -> None:
@@ -256,7 +278,9 @@ def connect_stages(model: Decoder, pp: Group, device: torch.device) -> PipelineL
     if pp.size == 1:
         return None
     pipeline = generation_pipeline(model.config, pp.size)
-    stages = plan_stages(pipeline, pp=pp.size, num_layers=model.config.num_layers, depths=0)
+    stages = plan_stages(
+        pipeline, pp=pp.size, num_layers=model.config.num_layers, depths=model.config.mtp.num_layers
+    )
     return PipelineLink(pp, model, stages, device)
 
 
@@ -296,23 +320,6 @@ def load_decoder(model: Decoder, source: Pretrained, device: torch.device, world
     rules = CheckpointConfig(skip=(*sorted(quantized_names), *skipped_mtp))
     load_weights(source, entries, world, rules=rules)
     raise_on_all_ranks(lambda: load_int8_weights(quantized_weights, source.weights), world)
-
-
-def open_draft_model(source: str, model: ModelConfig, tp: int) -> Pretrained:
-    """Open a draft model and check that the `tp` ranks of a model can share it.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: it needs another parallel layout.
-    """
-    opened = open_source(source, tp)
-    layout = generation_layout(model, tp)
-    if opened.model.moe is not None and generation_layout(opened.model, tp) != layout:
-        raise ConfigError(
-            f"speculation.draft_model={source}: its experts need another parallel layout than the "
-            f"model on {tp} processes. Use a draft model without experts, or --nproc=1."
-        )
-    return opened
 
 
 def kernel_problems(

@@ -135,7 +135,8 @@ class MTPProposer:
     def __init__(self, runner: ModelRunner, cache: PagedKVCache, *, max_tokens: int) -> None:
         """`runner`: of the model; `max_tokens`: about the largest number of tokens of a sequence in
         a forward pass."""
-        self._model, self._limits, self._kv_cache = runner.model, runner.limits, cache
+        self._runner, self._model, self._kv_cache = runner, runner.model, cache
+        self._device = next(runner.model.parameters()).device
         self._vocab = runner.vocab
         self._num_layers = len(cache.plan.slots)
         self._max_tokens = max(max_tokens, 2 * self._num_layers)
@@ -162,8 +163,11 @@ class MTPProposer:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Return the drafts of each row; none where hidden states or blocks are missing."""
+        """Return the drafts of each row; none where hidden states or blocks are missing. Collective
+        over the ranks that share experts: all execute as many forward passes."""
         jobs = [job for row in rows for job in [self._prepare(row)] if job is not None]
+        num_passes = sum(self._count_chunks(job.count) for job in jobs) + bool(jobs)
+        num_dummy_passes = self._runner.reduce_max(num_passes) - num_passes
         if jobs:
             for job in jobs:
                 self._process_prompt(job)
@@ -171,6 +175,8 @@ class MTPProposer:
             for job in jobs:
                 # layer j has seen the known tokens up to j + 1 positions later
                 self._advance(job, max(job.count - (self._num_layers - 1), 0))
+        for _ in range(num_dummy_passes):
+            self._process([], samples=False)
         drafts = {job.row.seq_id: job.drafts for job in jobs}
         return [drafts.get(row.seq_id, [])[: row.num_drafts] for row in rows]
 
@@ -185,12 +191,23 @@ class MTPProposer:
             return None
         return _MTPJob(row, states, list(row.token_ids), end - states.start)
 
+    def _count_chunks(self, count: int) -> int:
+        """Return how many chunks of a prompt are processed before its last positions."""
+        num_chunks = 0
+        while count > self._max_tokens:
+            count -= self._chunk_size(count)
+            num_chunks += 1
+        return num_chunks
+
+    def _chunk_size(self, count: int) -> int:
+        # the tokens after these positions are known for every layer
+        return min(self._max_tokens, count - self._num_layers)
+
     def _process_prompt(self, job: _MTPJob) -> None:
         """Process all but the last positions of a long prompt in chunks."""
         while job.count > self._max_tokens:
             remaining = job.count
-            # the tokens after these positions are known for every layer
-            job.count = min(self._max_tokens, remaining - self._num_layers)
+            job.count = self._chunk_size(remaining)
             self._process([job], samples=False)
             processed = job.count
             job.count = remaining
@@ -205,31 +222,44 @@ class MTPProposer:
         self._cache.advance(self._cache.states[job.row.seq_id], states.start - states.first)
 
     def _process(self, jobs: Sequence[_MTPJob], *, samples: bool) -> None:
-        """Run the MTP layers on the next positions of the jobs, and sample a draft per layer."""
+        """Run the MTP layers on the next positions of the jobs and on padding, and sample a draft
+        per layer."""
         sequences = [self._cache.states[job.row.seq_id] for job in jobs]
-        x = torch.cat([job.states.parts[0][: job.count] for job in jobs])
+        counts = [job.count for job in jobs]
+        num_tokens = sum(counts)
+        num_padding = self._runner.count_padding(num_tokens)
         planned = [
-            replace(plan_row(sequence, job.count), samples=True)
-            for sequence, job in zip(sequences, jobs, strict=True)
+            replace(plan_row(sequence, count), samples=True)
+            for sequence, count in zip(sequences, counts, strict=True)
         ]
-        groups, size = self._kv_cache.plan.layout.groups, self._kv_cache.block_size
-        caches = self._kv_cache.layers(StepBlocks(planned, groups, size, x.device))
-        inputs = self._make_inputs(planned, x.device)
-        last = torch.tensor([job.count for job in jobs], device=x.device).cumsum(0) - 1
-        with small_batch_matmul(self._limits):
+        planned += [self._kv_cache.make_padding_row() for _ in range(num_padding)]
+        parts = [job.states.parts[0][: job.count] for job in jobs]
+        size = num_padding, self._model.config.hidden_size
+        padding = torch.zeros(size, dtype=self._model.dtype, device=self._device)
+        x = self._runner.shard_tokens(torch.cat([*parts, padding]))
+        groups, block_size = self._kv_cache.plan.layout.groups, self._kv_cache.block_size
+        caches = self._kv_cache.layers(StepBlocks(planned, groups, block_size, self._device))
+        inputs = self._make_inputs(planned)
+        last = torch.tensor(counts, device=self._device).cumsum(0) - 1
+        with small_batch_matmul(self._runner.limits):
             for depth, cache in enumerate(caches):
-                ids: list[int] = []
-                for job in jobs:
-                    begin = job.states.start + 1 + depth
-                    ids += job.token_ids[begin : begin + job.count]
-                tokens = torch.tensor(ids, device=x.device)
+                tokens = self._select_tokens(jobs, depth, num_padding)
                 x = self._model.mtp.layers[depth](x, tokens, replace(inputs, cache=cache))
                 if samples:
-                    self._sample(jobs, self._model.head.logits(x[last]))
+                    hidden = self._runner.gather_tokens(x, num_tokens)
+                    self._sample(jobs, self._model.head.logits(hidden[last]))
 
-    def _make_inputs(self, rows: Sequence[PlannedRow], device: torch.device) -> LayerInputs:
+    def _select_tokens(self, jobs: Sequence[_MTPJob], depth: int, num_padding: int) -> Tensor:
+        """Return the ids [t] that an MTP layer processes: `depth` + 1 positions later."""
+        ids: list[int] = []
+        for job in jobs:
+            begin = job.states.start + 1 + depth
+            ids += job.token_ids[begin : begin + job.count]
+        return torch.tensor([*ids, *[0] * num_padding], device=self._device)
+
+    def _make_inputs(self, rows: Sequence[PlannedRow]) -> LayerInputs:
         seq_params = seq_params_from_queries(
-            [(row.count, row.start + row.count) for row in rows], device=device
+            [(row.count, row.start + row.count) for row in rows], device=self._device
         )
         model = self._model
         return model.relative.add_to(model.rotations.add_to(LayerInputs(seq_params)))

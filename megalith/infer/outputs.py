@@ -133,6 +133,15 @@ class PromptLogprobs(NamedTuple):
     """Why there are none; the request ends with it."""
 
 
+class DraftTokens(NamedTuple):
+    """Draft tokens of the next step of a sequence."""
+
+    position: int
+    """Number of tokens before them."""
+
+    token_ids: list[int]
+
+
 @dataclass(slots=True)
 class StepResults:
     """What is computed from the logits of a step, on the last pipeline stage for all of them."""
@@ -146,3 +155,6 @@ class StepResults:
     embeddings: dict[int, list[float] | str | None] = field(default_factory=dict)
     """By sequence whose embedding is requested: the embedding, an error, or None before the last
     chunk."""
+
+    drafts: dict[int, DraftTokens] = field(default_factory=dict)
+    """By sequence, if the last pipeline stage proposes draft tokens."""

@@ -151,7 +151,7 @@ class ModelRunner:
                 tensors = self._forward(plan.rows, states)
                 logits = None
                 if self.is_last_stage:
-                    hidden = self._gather_tokens(tensors[HIDDEN], plan.num_tokens)
+                    hidden = self.gather_tokens(tensors[HIDDEN], plan.num_tokens)
                     logits = self._logits(hidden, plan.rows, states, needs)
         except BaseException:
             self.cache.commit_states(succeeded=False)
@@ -182,8 +182,13 @@ class ModelRunner:
 
     def is_any_rank_busy(self, is_busy: bool) -> bool:
         """Return whether this rank or one that shares experts with it is busy. Collective."""
-        flag = torch.tensor([int(is_busy)])
-        return bool(all_reduce_max_(flag, self._expert_group).item())
+        return bool(self.reduce_max(int(is_busy)))
+
+    def reduce_max(self, value: int) -> int:
+        """Return the largest value of the ranks that share experts. Collective."""
+        if not self.shares_experts:
+            return value
+        return int(all_reduce_max_(torch.tensor([value]), self._expert_group).item())
 
     def close(self) -> None:
         """Wait until everything is sent to other stages, before the process group is destroyed."""
@@ -208,7 +213,7 @@ class ModelRunner:
         for row in rows:
             ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
             ids += row.draft_ids
-        num_padding = self._count_padding(len(ids))
+        num_padding = self.count_padding(len(ids))
         padding = [self.cache.make_padding_row() for _ in range(num_padding)]
         ids += [0] * len(padding)
         padded_rows = [*rows, *padding]
@@ -241,15 +246,21 @@ class ModelRunner:
             return None
         return self.recorded.run
 
-    def _count_padding(self, num_tokens: int) -> int:
+    def count_padding(self, num_tokens: int) -> int:
         """Return how many tokens of padding follow the tokens of a step: with sequence parallelism
         all ranks have equally many, and at least one."""
         shards = self._num_token_shards
         return -(-max(num_tokens, 1) // shards) * shards - num_tokens
 
-    def _gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
+    def gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
         """Return the hidden states [num_tokens, h] of all ranks, without those of padding."""
         return self.model.tp_comm.prepare_input(hidden)[:num_tokens]
+
+    def shard_tokens(self, hidden: Tensor) -> Tensor:
+        """Return this rank's part of the hidden states [t, h] of all tokens and padding."""
+        if self._num_token_shards == 1:
+            return hidden
+        return hidden.chunk(self._num_token_shards)[self.model.tp_comm.group.rank]
 
     def _logits(
         self,

@@ -8,7 +8,7 @@ sampling, and preserves every token instead of the distribution only.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from megalith.config.serve import EngineConfig
 from megalith.errors import ConfigError
 from megalith.infer.cache import CachePlan
+from megalith.infer.outputs import DraftTokens
 from megalith.infer.sample import SampleRow
 from megalith.plan.serving.scheduler import PlannedRow, StepPlan
 
@@ -60,11 +61,22 @@ class DraftRow(NamedTuple):
     model samples as the engine will."""
 
 
+class VerifiedRow(NamedTuple):
+    """A sequence after the drafts of a step were verified, before its next step."""
+
+    row: DraftRow
+    num_verified: int
+    """Number of drafts in the step."""
+
+    num_accepted: int
+
+
 class DraftProposer(Protocol):
     """Proposes the next tokens of sequences. Proposals affect the speed only."""
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Return up to `num_drafts` draft tokens for each row."""
+        """Return up to `num_drafts` draft tokens for each row. Collective over the ranks that share
+        the proposer's layers: those without rows call it too."""
 
     def observe(self, rows: Sequence[PlannedRow], hidden: Tensor) -> None:
         """Use the hidden states [t, h] of the last layer, of all tokens of a step."""
@@ -211,19 +223,20 @@ class DraftLengthController:
 class Speculator:
     """Proposer of an engine, with the number of drafts of each sequence."""
 
-    def __init__(self, proposer: DraftProposer, lengths: DraftLengthController) -> None:
+    def __init__(self, proposer: DraftProposer | None, lengths: DraftLengthController) -> None:
+        """`proposer`: None on pipeline stages that receive the drafts of the last one."""
         self.proposer, self.lengths = proposer, lengths
 
     def propose(self, rows: Sequence[DraftRow]) -> dict[int, list[int]]:
-        """Return the drafts of the sequences that get some."""
+        """Return the drafts of the sequences that get some. The proposer may have collectives, so
+        it is also called without sequences."""
+        assert self.proposer is not None, "another stage proposes"
         wanted = [
             row._replace(num_drafts=count)
             for row in rows
             for count in [min(row.num_drafts, self.lengths.choose(row.seq_id, len(rows)))]
             if count > 0
         ]
-        if not wanted:
-            return {}
         started = time.monotonic()
         proposals = self.proposer.propose(wanted)
         drafts = {
@@ -238,24 +251,81 @@ class Speculator:
         return drafts
 
     def observe(self, plan: StepPlan, hidden: Tensor | None) -> None:
-        """Use the hidden states of a step; None: they are not complete."""
+        """Forget the sequences that a step preempted, and use its hidden states; None: they are not
+        complete."""
+        assert self.proposer is not None, "another stage observes"
+        for seq_id in plan.preempted:
+            self.proposer.release(seq_id)
         if hidden is not None:
             self.proposer.observe(plan.rows, hidden)
             return
         for row in plan.rows:
             self.proposer.release(row.seq_id)
 
+    def record_drafts(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
+        """Use the number of accepted drafts of a sequence in a step."""
+        self.lengths.record_drafts(seq_id, num_drafts, num_accepted)
+
     def record_step(self, plan: StepPlan, seconds: float) -> None:
-        """Use the time of a step, and forget the preempted sequences."""
-        for seq_id in plan.preempted:
-            self.proposer.release(seq_id)
+        """Use the time of a step."""
         if all(row.samples and row.count == 1 + len(row.draft_ids) for row in plan.rows):
             self.lengths.record_step(plan.num_tokens, seconds)
 
     def release(self, seq_id: int) -> None:
         """Forget a sequence that ended."""
-        self.proposer.release(seq_id)
+        if self.proposer is not None:
+            self.proposer.release(seq_id)
         self.lengths.release(seq_id)
+
+
+class PipelineSpeculator(Speculator):
+    """Speculator of a pipeline stage, if a model proposes.
+
+    A sequence is in one step at a time. When the last stage has sampled its tokens, it proposes the
+    drafts of the next step, and sends them with the tokens, so that all stages plan the same steps.
+    """
+
+    def __init__(self, proposer: DraftProposer | None, lengths: DraftLengthController) -> None:
+        """See `Speculator`."""
+        super().__init__(proposer, lengths)
+        self._received: dict[int, DraftTokens] = {}
+
+    def propose(self, rows: Sequence[DraftRow]) -> dict[int, list[int]]:
+        """Return the drafts that the last stage has proposed for the present ends of sequences."""
+        return {
+            row.seq_id: received.token_ids[: row.num_drafts]
+            for row in rows
+            for received in [self._received.get(row.seq_id)]
+            if received is not None
+            and received.position == len(row.token_ids)
+            and row.num_drafts > 0
+        }
+
+    def record_drafts(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing: `propose_next` has used the number, before the next proposal."""
+
+    def propose_next(self, verified: Sequence[VerifiedRow]) -> dict[int, DraftTokens]:
+        """Return the drafts of sequences after the tokens that the last stage has sampled."""
+        for each in verified:
+            if each.num_verified:
+                number = each.row.seq_id
+                self.lengths.record_drafts(number, each.num_verified, each.num_accepted)
+        rows = [each.row for each in verified]
+        drafts = super().propose(rows)
+        return {
+            row.seq_id: DraftTokens(len(row.token_ids), drafts[row.seq_id])
+            for row in rows
+            if row.seq_id in drafts
+        }
+
+    def receive(self, drafts: Mapping[int, DraftTokens]) -> None:
+        """Keep the drafts of later steps."""
+        self._received |= drafts
+
+    def release(self, seq_id: int) -> None:
+        """Forget a sequence that ended."""
+        super().release(seq_id)
+        self._received.pop(seq_id, None)
 
 
 def check_speculation(config: EngineConfig, plan: CachePlan) -> None:

@@ -1,8 +1,9 @@
 """What the engine computes from the logits and hidden states of a step, on the last pipeline stage:
 sampled tokens, log-probs of prompts, embeddings."""
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor
@@ -10,9 +11,16 @@ from torch import Tensor
 from megalith.errors import CheckpointError
 from megalith.infer.logprobs import prompt_logprobs
 from megalith.infer.outputs import PromptLogprobs, StepResults
-from megalith.infer.requests import DraftedRow, InFlightStep, RequestChoice, make_sample_row
+from megalith.infer.requests import (
+    DraftedRow,
+    InFlightStep,
+    Request,
+    RequestChoice,
+    make_sample_row,
+)
 from megalith.infer.runner import StepLogits
-from megalith.infer.sample import SampledToken, sample_tokens
+from megalith.infer.sample import SampledToken, SampleRow, sample_tokens
+from megalith.infer.speculative import DraftRow, VerifiedRow
 from megalith.infer.structured_output import GrammarError, compute_masks
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.plan.serving.scheduler import PlannedRow, StepPlan
@@ -53,6 +61,54 @@ def compute_results(
         else:
             results.sampled.append(list(islice(sampled, len(each.positions))))
     return results
+
+
+def make_draft_rows(
+    step: InFlightStep,
+    results: StepResults,
+    choices: Mapping[int, RequestChoice],
+    max_total_tokens: Callable[[Request], int],
+) -> list[VerifiedRow]:
+    """Return the sequences that go on after a step, with the tokens that it has sampled, for which
+    the last pipeline stage proposes the drafts of their next step; `choices`: by sequence;
+    `max_total_tokens`: returns the largest number of tokens of a choice of a request."""
+    rows = []
+    for each, sampled in zip(step.drafted, results.sampled, strict=True):
+        choice = each.choice
+        new_ids = find_accepted_tokens(each.draft_ids, sampled)
+        # a choice that forks may end before it is known to the engine
+        is_known = choice.state.seq_id in choices
+        if new_ids and is_known and not choice.state.one_token_after_prompt:
+            token_ids = [*choice.state.token_ids, *new_ids]
+            num_drafts = max_total_tokens(choice.request) - len(token_ids) - 1
+            make_row = partial(_make_later_row, choice, new_ids)
+            row = DraftRow(choice.state.seq_id, token_ids, num_drafts, make_row)
+            rows.append(VerifiedRow(row, len(each.draft_ids), len(new_ids) - 1))
+    return rows
+
+
+def find_accepted_tokens(draft_ids: Sequence[int], sampled: Sequence[SampledToken]) -> list[int]:
+    """Return the tokens that a row generates: the drafts that equal the sampled tokens, and the
+    first one that does not, or the one after all drafts; none if sampling failed.
+
+    >>> sampled = [SampledToken(token) for token in (5, 6, 7)]
+    >>> find_accepted_tokens([5, 8], sampled), find_accepted_tokens([5, 6], sampled)
+    ([5, 6], [5, 6, 7])
+    """
+    new_ids: list[int] = []
+    for result, draft in zip_longest(sampled, draft_ids):
+        if result.error is not None:
+            return []
+        new_ids.append(result.token)
+        if result.token != draft:
+            break
+    return new_ids
+
+
+def _make_later_row(
+    choice: RequestChoice, new_ids: Sequence[int], draft_ids: Sequence[int]
+) -> SampleRow:
+    return make_sample_row(choice, [*new_ids, *draft_ids])
 
 
 def _compute_masks(row: DraftedRow, device: torch.device) -> Tensor | SampledToken | None:

@@ -144,6 +144,9 @@ class _InFlightRequest:
     message: AddRequest
     block_keys: list[int]
     choices: list[_ChoiceProgress]
+    adapter_fingerprint: bytes | None
+    """SHA-256 of the weights of its adapter when it was sent."""
+
     num_attempts: int = 0
     """Replicas to which it was sent."""
 
@@ -162,7 +165,12 @@ class _InFlightRequest:
         if self.generation.prompts[self.prompt] is not None:
             params.pop("prompt_logprobs", None)  # received
         progress = [[choice.token_ids, choice.finish_reason] for choice in self.choices]
-        return replace(self.message, params=params, progress=progress)
+        fingerprint = None
+        if any(choice.token_ids for choice in self.choices):  # else no weights were used
+            fingerprint = self.adapter_fingerprint
+        return replace(
+            self.message, params=params, progress=progress, adapter_fingerprint=fingerprint
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,7 @@ class EngineClient:
                 message,
                 self._compute_block_keys(request),
                 [_ChoiceProgress() for _ in range(request.params.n)],
+                self._fingerprints.get(request.adapter or ""),
             )
             self.num_sequences += request.params.n
             self.num_prompt_tokens += len(request.token_ids)

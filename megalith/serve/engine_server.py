@@ -18,7 +18,11 @@ from megalith.config.generation import (
     sampling_problems,
 )
 from megalith.errors import ConfigError, UserError
-from megalith.infer.adapters import AdaptersInUseError, UnknownAdapterError
+from megalith.infer.adapters import (
+    AdaptersInUseError,
+    ReplacedAdapterError,
+    UnknownAdapterError,
+)
 from megalith.infer.engine import InferenceEngine, deadline_error
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
@@ -334,6 +338,7 @@ class EngineServer:
                 arrival_time=message.arrival_time,
                 pooling=message.pooling,
                 adapter=message.adapter,
+                adapter_fingerprint=message.adapter_fingerprint,
                 progress=[ChoiceProgress(*item) for item in message.progress or ()],
             )
         except Exception as error:
@@ -468,6 +473,8 @@ def find_status(error: UserError) -> int:
     """Return the HTTP status of a request that the engine rejected."""
     if isinstance(error, UnknownAdapterError):
         return 404
+    if isinstance(error, ReplacedAdapterError):
+        return 409
     return 429 if isinstance(error, AdaptersInUseError) else 400
 
 

@@ -41,6 +41,9 @@ class AddRequest:
     """What a lost replica has generated of each choice, as [token ids, finish reason or None], if
     it has sent tokens; None: a new request."""
 
+    adapter_fingerprint: bytes | None = None
+    """SHA-256 of the adapter's weights with which the lost replica has generated."""
+
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:

@@ -34,6 +34,7 @@ from megalith.models.decoder import Decoder, allocate, initialize, iter_paramete
 from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
+from tests.infer.lora_folders import save_adapter
 
 CONFIG = ModelConfig(
     vocab_size=257,
@@ -244,3 +245,19 @@ def test_help_lists_every_built_in_template(capsys: pytest.CaptureFixture[str]) 
     assert main(["chat", "--help"]) == 0
     output = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
     assert all(name in output for name in BUILT_IN_TEMPLATES), output
+
+
+def test_adapter_option_selects_an_adapter(
+    tuned: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = save_adapter(tmp_path / "sql", Path(tuned), seed=1)
+    words = ["--greedy", "--max-new-tokens", "9", "--template", "identity"]
+    loaded = ["--engine.max_adapters", "1", "--engine.adapters", f"sql={folder}"]
+    base, adapted, merged = (
+        chat(monkeypatch, capsys, "abc\n", *each, *words)[1]
+        for each in ([tuned, *loaded], [tuned, *loaded, "--adapter", "sql"], [str(folder)])
+    )
+    assert adapted == merged != base

@@ -30,6 +30,7 @@ from megalith.models.decoder import Decoder, allocate, initialize, iter_paramete
 from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
+from tests.infer.lora_folders import save_adapter
 
 CONFIG = ModelConfig(
     vocab_size=257,
@@ -43,16 +44,16 @@ CONFIG = ModelConfig(
 )
 
 
-def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
+def make_run(folder: Path, tokenizer: TokenizerConfig, config: ModelConfig = CONFIG) -> str:
     """A run with one checkpoint."""
-    model = Decoder(build_context(CONFIG, build_single_rank_mesh()))
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [
         CheckpointEntry(d.shard, "param", getattr(module, name))
         for d, module, name in iter_parameter_specs(model)
     ]
-    text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
+    text = dump_yaml(release_run("run", config, tokenizer, folder))
     save_checkpoint(
         folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text
     )
@@ -220,7 +221,7 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
         (
             ["RUN", "--parallel.pp", "2"],
             "parallel.pp=2 and parallel.dp=1 with --nproc=1: every stage and every data-parallel "
-            "rank has equally many processes. Set --nproc to a multiple of 2.",
+            "replica has equally many processes. Set --nproc to a multiple of 2, such as 2.",
         ),
         (
             ["RUN", "--nproc", "9", "--parallel.pp", "9"],
@@ -230,10 +231,6 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
             ["RUN", "--nproc", "4", "--parallel.pp", "2", "--parallel.tp", "1"],
             "parallel.tp=1, parallel.pp=2 and parallel.dp=1 with --nproc=4: tp x pp x dp is the "
             "number of processes. Set --nproc to 2.",
-        ),
-        (
-            ["RUN", "--nproc", "2", "--parallel.pp", "2", "--engine.speculation.method", "mtp"],
-            "speculation.method=mtp with parallel.pp=2: drafts are proposed by one stage.",
         ),
         (
             ["RUN", "--parallel.sp", "true"],
@@ -327,6 +324,7 @@ def test_every_option_reaches_the_workers() -> None:
         "top_k": 4,
         "top_p": 0.5,
         "seed": 6,
+        "adapter": "sql",
         "greedy": True,
         "ignore_eod": True,
         "dtype": "fp64",
@@ -372,3 +370,20 @@ def test_help_does_not_load_torch(command: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert "--dtype" in done.stdout and done.stdout.endswith("False\n")
+
+
+def test_adapter_option_selects_an_adapter(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_adapter(tmp_path / "sql", Path(run), seed=1)
+    words = ["--greedy", "--max-new-tokens", "12"]
+    loaded = ["--engine.max_adapters", "1", "--engine.adapters", f"sql={folder}"]
+    base, adapted, merged = (
+        document(capsys, *each, *words)["results"][0]["ids"]
+        for each in (
+            [run, "abc", *loaded],
+            [run, "abc", *loaded, "--adapter", "sql"],
+            [str(folder), "abc"],
+        )
+    )
+    assert adapted == merged != base

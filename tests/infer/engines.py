@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
+from megalith.config.model import ModelConfig
 from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
 from megalith.infer.build import build_speculator, plan_draft_cache
 from megalith.infer.cache import (
@@ -63,6 +64,7 @@ def build(
     speculation: str = "none",
     proposer: DraftProposer | None = None,
     draft_model: Decoder | None = None,
+    draft_config: ModelConfig | None = None,
     link: PipelineLink | None = None,
     expert_group: Group = SINGLE_RANK,
     dp: Group = SINGLE_RANK,
@@ -70,8 +72,9 @@ def build(
     replicate_kv_heads: bool = False,
     **engine: Any,
 ) -> InferenceEngine:
-    """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
-    to the other pipeline stages; `expert_group`: ranks that share experts; `dp`:
+    """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`, or
+    `draft_model`, of which pipeline stages before the last one have the `draft_config`; `link`: to
+    the other pipeline stages; `expert_group`: ranks that share experts; `dp`:
     data-parallel ranks;
     `replicate_kv_heads`: of the parallel layout; `engine`: fields of
     EngineConfig."""
@@ -81,7 +84,9 @@ def build(
         prefix_caching=prefix_caching,
         dtype=cache_dtype,
     )
-    method: Any = "draft_model" if draft_model is not None else speculation
+    if draft_model is not None:
+        draft_config = draft_model.config
+    method: Any = speculation if draft_config is None else "draft_model"
     drafts = SpeculationConfig(method=method)
     config = EngineConfig(cache=cache, speculation=drafts, **engine)
     tp = model.tp_comm.group.size
@@ -107,13 +112,20 @@ def build(
     host_pool = HostBlockPool(pool, num_host_blocks, CPU) if num_host_blocks else None
     runner = ModelRunner(model, pool, link=link, expert_group=expert_group, host_pool=host_pool)
     generator = TextGenerator(
-        model, tokenizer, eos, draft_model=draft_model, replicate_kv_heads=replicate_kv_heads
+        model,
+        tokenizer,
+        eos,
+        draft_model=draft_model,
+        draft_config=draft_config,
+        expert_group=expert_group,
+        replicate_kv_heads=replicate_kv_heads,
     )
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
-    if proposer is None and speculator is not None:
-        proposer = speculator.proposer
-    if proposer is not None:  # the number of drafts does not depend on measured times
-        speculator = Speculator(proposer, DraftLengthController(5, measures_time=False))
+    lengths = DraftLengthController(5, measures_time=False)
+    if speculator is not None:  # the number of drafts does not depend on measured times
+        speculator.lengths = lengths
+    if proposer is not None:
+        speculator = Speculator(proposer, lengths)
     return InferenceEngine(
         runner,
         config,

@@ -26,13 +26,14 @@ from megalith.config.serve import (
 )
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.hf.peft import ADAPTER_CONFIG
-from megalith.infer.adapters import AdapterManager
+from megalith.infer.adapters import AdapterManager, ReplacedAdapterError
 from megalith.infer.build import build_engine
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.layout import build_generation_mesh, open_source
 from megalith.infer.llm import LLM, AsyncLLM, load_generator
 from megalith.infer.load import TextGenerator, load_text_generator
 from megalith.infer.outputs import RequestOutput
+from megalith.infer.requests import ChoiceProgress
 from megalith.models.decoder import Decoder
 from megalith.nn.batched_lora import AdapterGroup, BatchedLora
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -576,3 +577,28 @@ def test_chunks_of_mlps_are_rejected(folders: Folders) -> None:
     source, mesh = open_source(str(folders.base), 1), build_single_rank_mesh()
     with pytest.raises(ConfigError, match="--mlp-chunks=2 with max_adapters=2: chunks of MLPs"):
         load_text_generator(source, mesh, CPU, torch.float32, mlp_chunks=2, config=ENGINE)
+
+
+# --- requests that another engine has started
+
+
+def test_request_is_not_continued_with_other_weights_of_its_adapter(folders: Folders) -> None:
+    engine = folders.engine()
+    assert engine.runner.adapters is not None
+    own, other = (engine.runner.adapters.fingerprints[name] for name in "ab")
+    output = run_requests(engine, [(SHARED, SAMPLED, "a")])[0].outputs[0]
+    progress = [ChoiceProgress(output.token_ids[:5])]
+
+    def resume(fingerprint: bytes) -> int:
+        return engine.add_request(
+            SHARED, SAMPLED, adapter="a", adapter_fingerprint=fingerprint, progress=progress
+        )
+
+    continued = engine.output_of(resume(own))
+    while engine.has_unfinished:
+        engine.step()
+    assert continued.outputs[0].token_ids == output.token_ids
+    text = "adapter=a: the first tokens of this request were generated with other weights"
+    with pytest.raises(ReplacedAdapterError, match=text):
+        resume(other)
+    assert not engine.has_unfinished

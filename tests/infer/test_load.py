@@ -319,8 +319,9 @@ def test_draft_model_is_loaded_and_has_a_cache_of_its_own(
     outputs = [run(each, [([1, 2, 3], GREEDY)])[0].outputs[0] for each in (engine, plain)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert engine.scheduler.make_stats().num_drafts > 0
+    without = replace(generator, draft_model=None, draft_config=None)
     for loaded, message in (
-        (replace(generator, draft_model=None), "the model was loaded without it. Pass the same"),
+        (without, "the model was loaded without it. Pass the same"),
         (generator, "speculation.method=draft_model needs speculation.draft_model. Set it to"),
     ):
         if loaded is generator:

@@ -18,7 +18,6 @@ from megalith.config.moe import CapacityConfig, MoEConfig
 from megalith.config.serve import (
     EngineConfig,
     InferenceParallelConfig,
-    SpeculationConfig,
     parallel_problems,
 )
 from megalith.errors import RankError
@@ -252,11 +251,6 @@ def test_ranks_without_requests_take_part_in_a_second_round(tiny: SimpleNamespac
             EngineConfig(max_adapters=2),
             InferenceParallelConfig(sp=True),
             "max_adapters=2 with parallel.sp=true: adapters need all tokens on every rank.",
-        ),
-        (
-            EngineConfig(speculation=SpeculationConfig(method="mtp")),
-            InferenceParallelConfig(sp=True),
-            "speculation.method=mtp with parallel.sp=true: draft steps are not padded",
         ),
     ],
 )

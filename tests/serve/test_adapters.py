@@ -11,7 +11,9 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.config.generation import SamplingParams
+from megalith.infer.adapters import ReplacedAdapterError
 from megalith.infer.llm import LLM
+from megalith.serve.engine_server import find_status
 from tests.infer.lora_folders import save_adapter, save_peft_adapter
 from tests.serve.servers import Server, running_server
 
@@ -246,3 +248,7 @@ def test_invalid_adapters_end_the_server(
     arguments = ["serve", str(run), "--port", "0", "--served-model-name", "tiny"]
     assert main([*arguments, "--engine.max_adapters", "1", *words]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_replaced_weights_of_a_continued_request_are_a_conflict() -> None:
+    assert find_status(ReplacedAdapterError()) == 409

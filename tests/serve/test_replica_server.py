@@ -228,13 +228,18 @@ def test_no_request_is_lost_under_load_and_the_replica_comes_back(replicas: Serv
 
 
 def test_impossible_number_of_replicas_is_reported(
-    run: Path, capfd: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    # in a thread: torch is loaded
+    monkeypatch.setattr(
+        "megalith.cli.serve.ProcessPoolExecutor",
+        lambda *, max_workers, mp_context: ThreadPoolExecutor(max_workers),
+    )
     for words, text in (
         (
             ["--nproc", "6", "--parallel.dp", "2", "--parallel.pp", "2"],
-            "parallel.dp=2 and parallel.pp=2 with --nproc=6: every replica and every stage has "
-            "equally many processes. Set --nproc to a multiple of 4",
+            "parallel.pp=2 and parallel.dp=2 with --nproc=6: every stage and every data-parallel "
+            "replica has equally many processes. Set --nproc to a multiple of 4, such as 4.",
         ),
         (
             ["--nproc", "2", "--parallel.dp", "2", "--parallel.tp", "2"],

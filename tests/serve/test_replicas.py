@@ -54,6 +54,7 @@ INFO = ModelInfo(
     generation_defaults={},
     block_size=2,
     adapters={"de": "german"},
+    adapter_fingerprints={"de": b"first"},
 )
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -1,0 +1,40 @@
+"""Requests with an adapter that another replica continues."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.serve.errors import ApiError
+from megalith.serve.protocol import RequestRejected
+from tests.serve.test_replicas import Cluster, prompt_request, read, run_cluster, wait_until
+
+
+def test_adapter_of_a_continued_request_is_sent_with_the_hash_of_its_weights() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, request = cluster.client, replace(prompt_request(), adapter="de")
+        async with client.generate([request], uid="a") as generation:
+            first = await cluster.engines[0].receive_request()
+            assert (first.adapter, first.adapter_fingerprint) == ("de", None)
+            client.handle_replica_failure(0)
+            # no weights were used: those of any replica will do
+            again = await cluster.engines[1].receive_request()
+            assert again.adapter_fingerprint is None
+            await cluster.engines[1].send_tokens(again.request_id, (0, 10, "a", "stop"))
+            await read(generation)
+        engine = await cluster.start(0)
+        async with client.generate([request, request], uid="b") as generation:
+            messages = [await each.receive_request() for each in cluster.engines.values()]
+            number = messages[0].request_id
+            await engine.send_tokens(number, (0, 10, "a", None))
+            await wait_until(lambda: bool(client._requests[number].choices[0].token_ids))
+            client._fingerprints["de"] = b"second"  # later requests use other weights
+            client.handle_replica_failure(0)
+            again = await cluster.engines[1].receive_request()
+            assert (again.request_id, again.adapter_fingerprint) == (number, b"first")
+            text = "adapter=de: the first tokens"
+            await cluster.engines[1].send(RequestRejected(number, 409, text))
+            with pytest.raises(ApiError, match=text) as raised:
+                await read(generation)
+            assert raised.value.status == 409
+
+    run_cluster(test)
