@@ -1,7 +1,7 @@
 """Executes the planned steps of the scheduler: one forward pass over the tokens of all rows."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
+from megalith.infer.graphs import GraphPlan, StepGraphs, StepInputs, StepOutputs
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
 from megalith.infer.vocab_slice import VocabSlice
@@ -22,7 +23,7 @@ from megalith.kernels.linear_small_batch import (
     small_batch_matmul,
 )
 from megalith.kernels.packed import seq_params_from_queries
-from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
+from megalith.models.decoder import NOTHING_RECEIVED, Decoder
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
@@ -81,11 +82,12 @@ class ModelRunner:
         link: PipelineLink | None = None,
         adapters: AdapterManager | None = None,
         expert_group: Group = SINGLE_RANK,
+        graphs: GraphPlan | None = None,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
         its requests; `expert_group`: ranks of this stage, if some have other requests and share
-        experts."""
+        experts; `graphs`: steps that are replayed."""
         self._expert_group = expert_group
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self.num_stages = 1 if link is None else link.num_stages
@@ -94,6 +96,12 @@ class ModelRunner:
         self._num_token_shards = 1 if model.tp_comm.invariant else model.tp_comm.group.size
         self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
+        self.graphs: StepGraphs | None = None
+        """Captured steps; None: all steps run eagerly."""
+        if graphs is not None:
+            self.graphs = StepGraphs(
+                graphs, model, cache, self._compute, link=link, expert_group=expert_group
+            )
 
     @property
     def vocab(self) -> VocabSlice:
@@ -115,23 +123,26 @@ class ModelRunner:
         experts."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
-            with (
-                small_batch_matmul(self.limits),
-                # also of few tokens: faster than several torch operations in inference mode
-                loops_of_any_size(True),
-            ):
-                tensors = self._forward(plan.rows, states)
+            with self._use_small_batch_matmul():
+                sampled = _find_sampled_tokens(plan.rows, needs)
+                outputs = self._forward(plan.rows, states, sampled)
                 logits = None
-                if self.is_last_stage:
-                    hidden = self._gather_tokens(tensors[HIDDEN], plan.num_tokens)
-                    logits = self._logits(hidden, plan.rows, states, needs)
+                if outputs.logits is not None:
+                    logits = self._select_logits(outputs, plan.rows, states, needs)
         except BaseException:
             self.cache.commit_states(succeeded=False)
             raise
         self.cache.commit_states(succeeded=True)
         if self._link is not None and logits is None:
-            self._link.send(tensors)
+            self._link.send(outputs.tensors)
         return logits
+
+    def capture_graphs(self) -> None:
+        """Capture the steps that are replayed, if there are any. Collective over the ranks of the
+        model."""
+        if self.graphs is not None:
+            with self._use_small_batch_matmul():
+                self.graphs.capture()
 
     @property
     def is_distributed(self) -> bool:
@@ -172,37 +183,66 @@ class ModelRunner:
         assert self._link is not None, "one stage has its results"
         return self._link.receive_results()
 
+    @contextmanager
+    def _use_small_batch_matmul(self) -> Iterator[None]:
+        """Compute matmuls of few rows as `limits` says, inside a `with` block."""
+        # compiled loops also of few tokens: faster than several torch operations in inference mode
+        with small_batch_matmul(self.limits), loops_of_any_size(True):
+            yield
+
     def _forward(
-        self, rows: Sequence[PlannedRow], states: Mapping[int, SequenceState]
-    ) -> StageTensors:
-        """Return the outputs [t, h] of this stage for all tokens of the rows."""
+        self,
+        rows: Sequence[PlannedRow],
+        states: Mapping[int, SequenceState],
+        sampled: Sequence[int],
+    ) -> StepOutputs:
+        """Return the outputs of this stage for all tokens of the rows, and on the last stage the
+        logits of the tokens `sampled`; by a graph if there is one."""
         ids: list[int] = []
         for row in rows:
             ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
             ids += row.draft_ids
+        rope_lengths = [_rope_length(row, states[row.seq_id]) for row in rows]
+        bucket = None if self.graphs is None else self.graphs.match(rows, states)
+        if self.graphs is not None and bucket is not None:
+            return self.graphs.run(bucket, rows, ids, sampled, rope_lengths)
+        inputs = self._make_inputs(rows, ids, sampled, rope_lengths)
+        apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
+        with apply:
+            outputs = self._compute(inputs)
+        if outputs.hidden is None:
+            return outputs
+        return outputs._replace(hidden=outputs.hidden[: len(ids)])
+
+    def _make_inputs(
+        self,
+        rows: Sequence[PlannedRow],
+        ids: Sequence[int],
+        sampled: Sequence[int],
+        rope_lengths: Sequence[int],
+    ) -> StepInputs:
+        """Return the inputs of a step that runs eagerly."""
         num_padding = self._count_padding(len(ids))
         padding = [self.cache.make_padding_row() for _ in range(num_padding)]
-        ids += [0] * len(padding)
         padded_rows = [*rows, *padding]
         seq_params = seq_params_from_queries(
             [(row.count, row.start + row.count) for row in padded_rows],
-            reach=[*(_rope_length(row, states[row.seq_id]) for row in rows), *(1 for _ in padding)],
+            reach=[*rope_lengths, *(1 for _ in padding)],
             device=self._device,
         )
         groups = self.cache.plan.layout.groups
         step = StepBlocks(padded_rows, groups, self.cache.block_size, self._device)
+        num_tokens = len(ids) + num_padding
         received = NOTHING_RECEIVED
         if self._link is not None:
-            received = self._link.receive(len(ids) // self._num_token_shards)
-        apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
-        with apply:
-            outputs: StageTensors = self.model(
-                torch.tensor(ids, device=self._device),
-                LayerInputs(seq_params),
-                self.cache.layers(step),
-                received=received,
-            )
-        return outputs
+            received = self._link.receive(num_tokens // self._num_token_shards)
+        return StepInputs(
+            torch.tensor([*ids, *[0] * num_padding], device=self._device),
+            LayerInputs(seq_params),
+            self.cache.layers(step),
+            received,
+            torch.tensor(sampled, dtype=torch.int64, device=self._device),
+        )
 
     def _count_padding(self, num_tokens: int) -> int:
         """Return how many tokens of padding follow the tokens of a step: with sequence parallelism
@@ -210,28 +250,32 @@ class ModelRunner:
         shards = self._num_token_shards
         return -(-max(num_tokens, 1) // shards) * shards - num_tokens
 
-    def _gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
-        """Return the hidden states [num_tokens, h] of all ranks, without those of padding."""
+    def _compute(self, step: StepInputs) -> StepOutputs:
+        """Run this stage on the tokens of a step, padding included; a graph captures it."""
+        outputs = self.model(step.ids, step.inputs, step.caches, received=step.received)
+        if not self.is_last_stage:
+            return StepOutputs(outputs)
+        hidden = outputs[HIDDEN]
         if self._num_token_shards > 1:
             hidden = all_gather(hidden, self.model.tp_comm.group)
-        return hidden[:num_tokens]
+        return StepOutputs(outputs, hidden, self._project(hidden[step.sampled]))
 
-    def _logits(
+    def _select_logits(
         self,
-        hidden: Tensor,
+        outputs: StepOutputs,
         rows: Sequence[PlannedRow],
         states: Mapping[int, SequenceState],
         needs: PromptOutputs,
     ) -> StepLogits:
-        last: list[int] = []
+        """Return the outputs by sequence, with the logits of prompts if they are requested."""
+        hidden, next_token = outputs.hidden, outputs.logits
+        assert hidden is not None and next_token is not None, "the last stage has them"
         prompt: dict[int, Tensor] = {}
         pooled: dict[int, Tensor] = {}
         first = 0
         for row in rows:
             if row.seq_id in needs.hidden:
                 pooled[row.seq_id] = hidden[first : first + row.count]
-            elif row.samples:
-                last += range(first + row.count - 1 - len(row.draft_ids), first + row.count)
             # The logits after the last prompt token are those of the first generated token.
             num_prompt = states[row.seq_id].num_prompt_tokens - 1 - row.start
             count = min(row.count, num_prompt)
@@ -239,12 +283,24 @@ class ModelRunner:
                 prompt[row.seq_id] = self._project(hidden[first : first + count])
             first += row.count
         sampling = tuple(row for row in rows if row.samples and row.seq_id not in needs.hidden)
-        return StepLogits(sampling, self._project(hidden[last]), prompt, pooled, hidden)
+        return StepLogits(sampling, next_token, prompt, pooled, hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Return logits [k, v_local] of hidden states [k, h], some rows at a time."""
         parts = [self.model.head.logits(part) for part in hidden.split(MAX_LOGIT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _find_sampled_tokens(rows: Sequence[PlannedRow], needs: PromptOutputs) -> list[int]:
+    """Return the tokens of a step after which one is sampled: the last known one of each row that
+    samples, and its drafts."""
+    sampled: list[int] = []
+    first = 0
+    for row in rows:
+        if row.samples and row.seq_id not in needs.hidden:
+            sampled += range(first + row.count - 1 - len(row.draft_ids), first + row.count)
+        first += row.count
+    return sampled
 
 
 def _rope_length(row: PlannedRow, state: SequenceState) -> int:
