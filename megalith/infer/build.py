@@ -29,6 +29,7 @@ from megalith.infer.cache import (
 )
 from megalith.infer.draft_model import DraftModelProposer
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.graphs import plan_graphs
 from megalith.infer.load import TextGenerator
 from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
 from megalith.infer.refit import WeightUpdater
@@ -70,13 +71,24 @@ def build_engine(
     plan, free_bytes = _divide_memory(generator, plan, draft_plan)
     size = plan_pool(model.config, config, plan, free_bytes=free_bytes)
     kernels = expand_kernel_setting(generator.kernels)
+    graphs = plan_graphs(
+        config,
+        model,
+        plan,
+        max_model_len=size.max_model_len,
+        num_drafts=count_draft_tokens(config, draft_plan),
+        attention_kernel=kernels.backend_name("attention"),
+        expert_group=generator.expert_group,
+    )
     cache = PagedKVCache(
         plan,
         num_blocks=size.num_blocks,
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
-        has_padding=not model.tp_comm.invariant or generator.expert_group.size > 1,
+        has_padding=graphs is not None
+        or not model.tp_comm.invariant
+        or generator.expert_group.size > 1,
         groups=token_groups(model),
     )
     if config.batch_invariant:
@@ -90,6 +102,7 @@ def build_engine(
         link=generator.link,
         adapters=adapters,
         expert_group=generator.expert_group,
+        graphs=graphs,
     )
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
@@ -108,6 +121,7 @@ def build_engine(
     if config.batch_invariant:
         check_batch_invariance(build(()))
     engine = build(callbacks)
+    runner.capture_graphs()
     for entry in config.adapters:
         engine.load_adapter(*entry.split("=", 1))
     logger.info("%s", engine.describe())
@@ -244,6 +258,15 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
     return plan
 
 
+def count_draft_tokens(config: EngineConfig, draft_plan: CachePlan | None) -> int:
+    """Return the largest number of draft tokens of a row; `draft_plan`: of `plan_draft_cache`."""
+    if config.speculation.method == "none":
+        return 0
+    if config.speculation.method == "mtp" and draft_plan is not None:
+        return len(draft_plan.slots)
+    return config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
+
+
 def build_speculator(
     generator: TextGenerator,
     config: EngineConfig,
@@ -255,7 +278,7 @@ def build_speculator(
     if config.speculation.method == "none":
         return None
     model, max_tokens = runner.model, config.max_num_batched_tokens
-    longest = config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
+    longest = count_draft_tokens(config, draft_plan)
     proposer: DraftProposer = NGramProposer()
     if draft_plan is not None:
         num_groups = max(1, len(runner.cache.plan.layout.groups))
@@ -267,7 +290,6 @@ def build_speculator(
             groups=token_groups(generator.draft_model or model),
         )
         if generator.draft_model is None:
-            longest = len(draft_plan.slots)
             proposer = MTPProposer(runner, cache, max_tokens=max_tokens)
         else:
             proposer = DraftModelProposer(

@@ -48,6 +48,7 @@ from megalith.plan.serving.cache_layout import (
     find_longest_sequence,
     plan_cache_layout,
 )
+from megalith.plan.serving.graph_buckets import BatchDimensions
 from megalith.plan.serving.scheduler import PlannedRow, SchedulerConfig
 from megalith.plan.shards import key_value_ranks, split_evenly
 
@@ -287,8 +288,11 @@ def plan_pool(
     return PoolSize(max(1, num_blocks), longest)
 
 
-def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerConfig:
-    """Return the settings of the scheduler for an engine with this cache."""
+def scheduler_config(
+    config: EngineConfig, cache: "PagedKVCache", *, buckets: tuple[BatchDimensions, ...] = ()
+) -> SchedulerConfig:
+    """Return the settings of the scheduler for an engine with this cache; `buckets`: of graphs that
+    steps with prompts are planned for."""
     return SchedulerConfig(
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
@@ -298,6 +302,7 @@ def scheduler_config(config: EngineConfig, cache: "PagedKVCache") -> SchedulerCo
         min_prefill_chunk_tokens=config.min_prefill_chunk_tokens,
         prefix_caching=config.cache.prefix_caching and not cache.plan.has_states,
         batching=config.batching,
+        buckets=buckets,
     )
 
 

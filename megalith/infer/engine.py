@@ -135,7 +135,9 @@ class InferenceEngine:
             model.eval()
         self.model_config, self.config, self.max_model_len = model.config, config, max_model_len
         self.runner = runner
-        self.scheduler = Scheduler(scheduler_config(config, runner.cache))
+        self.scheduler = Scheduler(
+            scheduler_config(config, runner.cache, buckets=runner.planned_buckets)
+        )
         self._tokenizer, self._eos = tokenizer, eos_token_ids
         self._callbacks, self._speculator = callbacks, speculator
         self.grammars = (
@@ -471,7 +473,8 @@ class InferenceEngine:
             f"{division} in {groups} groups, dtype {cache.plan.dtype}, up to {mib:.1f} MiB; "
             f"at most {config.max_num_seqs} sequences of "
             f"{self.max_model_len} tokens, {config.max_num_batched_tokens} tokens per step; "
-            f"attention: {attention}; small-batch matmuls: {self.runner.limits}"
+            f"attention: {attention}; small-batch matmuls: {self.runner.limits}; "
+            f"graphs: {self.runner.describe_graphs()}"
         )
 
     def is_unfinished(self, request_id: int) -> bool:

@@ -10,6 +10,7 @@ function sees no Python value of the step, only tensors, so it computes what a g
 Source: Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (shared pools, side stream).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,21 +22,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.infer.cache import PagedKVCache, StepBlocks, TokenRankGroup
+from megalith.config.kernels import BackendName
+from megalith.config.serve import EngineConfig
+from megalith.errors import ConfigError
+from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, TokenRankGroup
 from megalith.infer.pipeline import PipelineLink
 from megalith.kernels.attention.paged import GatheredKeys, PagedMetadata
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import PackedSeqParams, seq_params_from_rows
 from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
-from megalith.parallel.group import Group, all_reduce_max_
+from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
 from megalith.plan.serving.cache_layout import ALL_TOKENS, TokenShard
 from megalith.plan.serving.graph_buckets import (
     BatchDimensions,
     BatchLimits,
+    BucketPolicy,
     EagerReason,
     match_bucket,
+    plan_buckets,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState
+
+logger = logging.getLogger(__name__)
 
 ReplayMode = Literal["static_replay", "cuda_graph"]
 
@@ -61,8 +69,8 @@ class StepInputs(NamedTuple):
     """int64 [k]: tokens whose logits are computed."""
 
 
-class StepOutputs(NamedTuple):
-    """Outputs of a model step."""
+class StageOutputs(NamedTuple):
+    """Outputs of a model step, or of a pipeline stage of it."""
 
     tensors: StageTensors
     """Outputs of a pipeline stage, [t, h] each; with sequence parallelism the local tokens."""
@@ -74,7 +82,7 @@ class StepOutputs(NamedTuple):
     """[k, v_local] of the sampled tokens, on the last stage."""
 
 
-RunStep = Callable[[StepInputs], StepOutputs]
+RunStep = Callable[[StepInputs], StageOutputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,98 @@ class GraphPlan:
     limits: BatchLimits
     gates_prefills: bool = False
     """Whether the scheduler plans only prefills that have buckets."""
+
+
+def plan_graphs(
+    config: EngineConfig,
+    model: Decoder,
+    cache_plan: CachePlan,
+    *,
+    max_model_len: int,
+    num_drafts: int,
+    attention_kernel: BackendName = "auto",
+    expert_group: Group = SINGLE_RANK,
+) -> GraphPlan | None:
+    """Plan which steps of an engine are replayed; None: none. `num_drafts`: largest number of draft
+    tokens of a row; `attention_kernel`: backend of paged attention; `expert_group`: ranks with
+    other requests that share experts.
+
+    Raises:
+        ConfigError: the device or the model does not support what the settings name.
+    """
+    graphs = config.graphs
+    mode = graphs.mode
+    if mode == "none":
+        return None
+    reason = graph_limitation(model, cache_plan, attention_kernel, expert_group)
+    if mode == "auto":
+        is_gpu = next(model.parameters()).is_cuda
+        if is_gpu and reason is not None:
+            logger.info("no CUDA graphs: %s", reason)
+        if not is_gpu or reason is not None or config.batch_invariant:
+            return None
+        mode = "cuda_graph"
+    elif mode == "cuda_graph" and not next(model.parameters()).is_cuda:
+        raise ConfigError(
+            f"graphs.mode=cuda_graph: the model is on {next(model.parameters()).device.type}, and "
+            "only NVIDIA GPUs have CUDA graphs. Set graphs.mode to auto, or to static_replay to "
+            "check the padding of steps."
+        )
+    if reason is not None:
+        raise ConfigError(f"graphs.mode={mode}: {reason}. Set graphs.mode to none.")
+    if graphs.prefills != "none" and model.config.mla is not None:
+        raise ConfigError(
+            f"graphs.prefills={graphs.prefills} with model.mla: prompts expand the latent vectors "
+            "of their tokens, whose number differs from step to step. Set graphs.prefills to none."
+        )
+    limits = BatchLimits(
+        max_rows=config.max_num_seqs,
+        max_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_drafts=num_drafts,
+        num_shards=1 if model.tp_comm.invariant else model.tp_comm.group.size,
+    )
+    policy = BucketPolicy(
+        num_buckets=graphs.num_buckets,
+        max_tokens=graphs.max_tokens,
+        distribution=graphs.distribution,
+        prefills=graphs.prefills,
+    )
+    buckets = plan_buckets(limits, policy)
+    if not buckets:
+        raise ConfigError(
+            f"graphs.mode={mode} with max_num_seqs={config.max_num_seqs} and "
+            f"max_num_batched_tokens={config.max_num_batched_tokens}: a bucket has a multiple of "
+            f"{limits.num_shards} tokens. Set max_num_seqs to at least {limits.num_shards}, or "
+            "graphs.mode to none."
+        )
+    return GraphPlan(mode, buckets, limits, gates_prefills=graphs.prefills == "all")
+
+
+def graph_limitation(
+    model: Decoder,
+    cache_plan: CachePlan,
+    attention_kernel: BackendName = "auto",
+    expert_group: Group = SINGLE_RANK,
+) -> str | None:
+    """Return why no step of a model can be replayed, or None."""
+    config = model.config
+    if cache_plan.has_states:
+        return "a plugin layer may have a recurrent state, which is an object of each sequence"
+    if config.positions == "relative":
+        return "relative position biases gather the keys, whose number differs from step to step"
+    if attention_kernel not in ("auto", "torch", "triton"):
+        return (
+            f"kernels.attention={attention_kernel} reads the lengths of the sequences on the host"
+        )
+    weight = next(model.parameters())
+    if config.moe is None or not weight.is_cuda:
+        return None
+    if model.tp_comm.group.size > 1 or expert_group.size > 1:
+        return "experts on several ranks exchange messages whose sizes depend on the routing"
+    if weight.dtype != torch.bfloat16:
+        return "the grouped matmul of experts is one kernel in bf16 only"
+    return None
 
 
 # --- buffers
@@ -176,12 +276,12 @@ class StepBuffers:
         """Write the rows of a step, padded to a bucket, and copy them to the device."""
         counts = np.array([row.count for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
-        ends = counts.cumsum()
-        documents = np.arange(len(rows)).repeat(counts)
-        shifts = starts - (ends - counts)
+        ends = np.cumsum(counts)
+        documents = np.arange(len(rows), dtype=np.int64).repeat(counts)
+        positions = np.arange(len(ids)) + (starts - ends + counts)[documents]
         values: dict[str, NDArray[np.int64]] = {
             "ids": np.array(ids, dtype=np.int64),
-            "position_ids": np.arange(len(ids)) + shifts[documents],
+            "position_ids": positions,
             "sampled": np.array(sampled, dtype=np.int64),
             "document_ids": documents,
             "kv_lengths": starts + counts,
@@ -191,7 +291,7 @@ class StepBuffers:
             host = self.parts[name].host
             host[: len(value)] = value
             host[len(value) :] = 0
-        for name, value in (("cu_seqlens_q", ends), ("cu_seqlens_kv", (starts + counts).cumsum())):
+        for name, value in (("cu_seqlens_q", ends), ("cu_seqlens_kv", np.cumsum(starts + counts))):
             host = self.parts[name].host
             host[1 : len(value) + 1] = value
             host[len(value) + 1 :] = value[-1] if len(value) else 0
@@ -264,7 +364,8 @@ def _allocate_parts(
     parts: dict[str, _BufferPart] = {}
     for name, (dtype, shape) in shapes.items():
         first, length = offsets[name], int(np.prod(shape)) * dtype.itemsize
-        array = host.numpy()[first : first + length].view(_NUMPY_DTYPES[dtype]).reshape(shape)
+        bytes_of_part: NDArray[np.uint8] = host.numpy()[first : first + length]
+        array: NDArray[np.generic] = bytes_of_part.view(_NUMPY_DTYPES[dtype]).reshape(shape)
         parts[name] = _BufferPart(array, whole[first : first + length].view(dtype).view(shape))
     return parts, host, whole
 
@@ -347,8 +448,9 @@ def _layout(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 class CudaGraphReplay:
     """Replays a function that was captured in a CUDA graph."""
 
-    def __init__(self, run: Callable[[], None], pool: tuple[int, int]) -> None:
-        """`pool`: memory that all graphs share, which are replayed one at a time."""
+    def __init__(self, run: Callable[[], None], other: "CudaGraphReplay | None") -> None:
+        """`other`: a graph with which this one shares memory, because they are replayed one at a
+        time."""
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -357,6 +459,7 @@ class CudaGraphReplay:
         current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # other threads, for example one that copies weights, may use the device meanwhile
+        pool = None if other is None else other._graph.pool()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             run()
 
@@ -432,7 +535,7 @@ class StepGraphs:
         ids: Sequence[int],
         sampled: Sequence[int],
         rope_lengths: Sequence[int],
-    ) -> StepOutputs:
+    ) -> StageOutputs:
         """Compute a step by the graph of a bucket: tokens `ids` of the rows, logits of the tokens
         `sampled`, and rotary frequencies of `rope_lengths`, one per row."""
         if not self._replays:
@@ -461,17 +564,18 @@ class StepGraphs:
         self._outputs.clear()
 
     def _capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle() if self.plan.mode == "cuda_graph" else None
+        graph: CudaGraphReplay | None = None
         for bucket in self.plan.buckets:
             rows = [self._cache.make_padding_row() for _ in range(bucket.num_rows)]
             self.buffers.write(rows, [0] * len(rows), (), bucket)
             run = _BucketStep(self, bucket)
             if not self._outputs:
                 self._allocate_outputs(run)
-            if pool is None:
+            if self.plan.mode == "static_replay":
                 self._replays[bucket] = StaticReplay(run, self._list_tensors)
             else:
-                self._replays[bucket] = CudaGraphReplay(run, pool)
+                graph = CudaGraphReplay(run, graph)
+                self._replays[bucket] = graph
 
     def _list_tensors(self) -> dict[str, Tensor]:
         """Return all tensors whose addresses a graph holds, by name."""
@@ -546,7 +650,7 @@ class StepGraphs:
 
     def _read_outputs(
         self, bucket: BatchDimensions, num_tokens: int, num_sampled: int
-    ) -> StepOutputs:
+    ) -> StageOutputs:
         """Return copies, because the next replay overwrites the buffers."""
         num_local_tokens = bucket.num_tokens // self.plan.limits.num_shards
         tensors = {
@@ -555,9 +659,9 @@ class StepGraphs:
             if name.startswith("stage ")
         }
         if "logits" not in self._outputs:
-            return StepOutputs(tensors)
+            return StageOutputs(tensors)
         hidden, logits = self._outputs["hidden"], self._outputs["logits"]
-        return StepOutputs(tensors, hidden[:num_tokens].clone(), logits[:num_sampled].clone())
+        return StageOutputs(tensors, hidden[:num_tokens].clone(), logits[:num_sampled].clone())
 
 
 class _BucketStep:
@@ -570,7 +674,7 @@ class _BucketStep:
         self._graphs.compute(self.inputs)
 
 
-def _name_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
+def _name_outputs(outputs: StageOutputs) -> dict[str, Tensor]:
     """Return the outputs that other ranks or the engine read: those of the last stage, or else
     those of a stage before it."""
     if outputs.hidden is None or outputs.logits is None:

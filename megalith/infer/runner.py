@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
-from megalith.infer.graphs import GraphPlan, StepGraphs, StepInputs, StepOutputs
+from megalith.infer.graphs import GraphPlan, StageOutputs, StepGraphs, StepInputs
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
 from megalith.infer.vocab_slice import VocabSlice
@@ -26,6 +26,7 @@ from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, Decoder
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
+from megalith.plan.serving.graph_buckets import BatchDimensions
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
 
@@ -137,6 +138,29 @@ class ModelRunner:
             self._link.send(outputs.tensors)
         return logits
 
+    @property
+    def planned_buckets(self) -> tuple[BatchDimensions, ...]:
+        """The buckets that steps with prompts are planned for; none if such steps may run
+        eagerly."""
+        if self.graphs is None or not self.graphs.plan.gates_prefills:
+            return ()
+        return self.graphs.plan.buckets
+
+    def describe_graphs(self) -> str:
+        """Describe which steps are replayed."""
+        if self.graphs is None:
+            return "none"
+        plan = self.graphs.plan
+        largest = max(plan.buckets)
+        return f"{plan.mode}, {len(plan.buckets)} buckets of up to {largest.num_tokens} tokens"
+
+    def count_graph_steps(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of replayed steps by bucket and of other steps by reason."""
+        if self.graphs is None:
+            return {}
+        replays = {str(bucket): count for bucket, count in self.graphs.num_replays.items()}
+        return {"graph_steps": replays, "eager_steps": dict(self.graphs.num_eager_steps)}
+
     def capture_graphs(self) -> None:
         """Capture the steps that are replayed, if there are any. Collective over the ranks of the
         model."""
@@ -195,7 +219,7 @@ class ModelRunner:
         rows: Sequence[PlannedRow],
         states: Mapping[int, SequenceState],
         sampled: Sequence[int],
-    ) -> StepOutputs:
+    ) -> StageOutputs:
         """Return the outputs of this stage for all tokens of the rows, and on the last stage the
         logits of the tokens `sampled`; by a graph if there is one."""
         ids: list[int] = []
@@ -250,19 +274,19 @@ class ModelRunner:
         shards = self._num_token_shards
         return -(-max(num_tokens, 1) // shards) * shards - num_tokens
 
-    def _compute(self, step: StepInputs) -> StepOutputs:
+    def _compute(self, step: StepInputs) -> StageOutputs:
         """Run this stage on the tokens of a step, padding included; a graph captures it."""
         outputs = self.model(step.ids, step.inputs, step.caches, received=step.received)
         if not self.is_last_stage:
-            return StepOutputs(outputs)
+            return StageOutputs(outputs)
         hidden = outputs[HIDDEN]
         if self._num_token_shards > 1:
             hidden = all_gather(hidden, self.model.tp_comm.group)
-        return StepOutputs(outputs, hidden, self._project(hidden[step.sampled]))
+        return StageOutputs(outputs, hidden, self._project(hidden[step.sampled]))
 
     def _select_logits(
         self,
-        outputs: StepOutputs,
+        outputs: StageOutputs,
         rows: Sequence[PlannedRow],
         states: Mapping[int, SequenceState],
         needs: PromptOutputs,

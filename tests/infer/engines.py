@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
+from megalith.config.serve import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    KVCacheDtype,
+    SpeculationConfig,
+)
 from megalith.infer.build import build_speculator, plan_draft_cache
 from megalith.infer.cache import (
     CachePlan,
@@ -20,6 +26,7 @@ from megalith.infer.cache import (
     token_groups,
 )
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.graphs import plan_graphs
 from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.pipeline import PipelineLink
@@ -40,6 +47,7 @@ from megalith.plan.serving.cache_layout import AttentionView, plan_cache_layout
 from megalith.plan.serving.scheduler import PlannedRow
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
+MAX_DRAFT_TOKENS = 5
 SAMPLED = SamplingParams(max_new_tokens=20, seed=7, logprobs=0)
 
 
@@ -65,6 +73,7 @@ def build(
     dp: Group = SINGLE_RANK,
     callbacks: Sequence[EngineCallback] = (),
     replicate_kv_heads: bool = False,
+    graphs: GraphConfig | None = None,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`; `link`:
@@ -80,7 +89,7 @@ def build(
     )
     method: Any = "draft_model" if draft_model is not None else speculation
     drafts = SpeculationConfig(method=method)
-    config = EngineConfig(cache=cache, speculation=drafts, **engine)
+    config = EngineConfig(cache=cache, speculation=drafts, graphs=graphs or GraphConfig(), **engine)
     tp = model.tp_comm.group.size
     plan = plan_cache(
         model.config,
@@ -92,16 +101,24 @@ def build(
     )
     # as many blocks on all stages
     size = plan_pool(model.config, config, replace(plan, bytes_per_token=64), free_bytes=1 << 26)
+    graph_plan = plan_graphs(
+        config,
+        model,
+        plan,
+        max_model_len=size.max_model_len,
+        num_drafts=0 if method == "none" and proposer is None else MAX_DRAFT_TOKENS,
+        expert_group=expert_group,
+    )
     pool = PagedKVCache(
         plan,
         num_blocks=size.num_blocks,
         block_size=block_size,
         batch_invariant=config.batch_invariant,
-        has_padding=not model.tp_comm.invariant or expert_group.size > 1,
+        has_padding=graph_plan is not None or not model.tp_comm.invariant or expert_group.size > 1,
         groups=token_groups(model),
     )
     check_speculation(config, plan)
-    runner = ModelRunner(model, pool, link=link, expert_group=expert_group)
+    runner = ModelRunner(model, pool, link=link, expert_group=expert_group, graphs=graph_plan)
     generator = TextGenerator(
         model, tokenizer, eos, draft_model=draft_model, replicate_kv_heads=replicate_kv_heads
     )
@@ -109,7 +126,9 @@ def build(
     if proposer is None and speculator is not None:
         proposer = speculator.proposer
     if proposer is not None:  # the number of drafts does not depend on measured times
-        speculator = Speculator(proposer, DraftLengthController(5, measures_time=False))
+        speculator = Speculator(
+            proposer, DraftLengthController(MAX_DRAFT_TOKENS, measures_time=False)
+        )
     return InferenceEngine(
         runner,
         config,

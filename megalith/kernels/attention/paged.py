@@ -575,7 +575,9 @@ class _KeyPositions(NamedTuple):
         return _KeyPositions(blocks, stored % metadata.block_size, is_key, mask)
 
     @staticmethod
-    def of_tokens(rows: Tensor, own: Tensor, metadata: PagedMetadata, scores: Scores) -> "_KeyPositions":
+    def of_tokens(
+        rows: Tensor, own: Tensor, metadata: PagedMetadata, scores: Scores
+    ) -> "_KeyPositions":
         """Return the slots of the keys that each token sees, from tensors: `rows` int64 [t], `own`
         int64 [t]: its position, negative for padding. [t, keys], for one query each."""
         shard, tables = metadata.shard, metadata.block_tables

@@ -94,21 +94,18 @@ class BucketPolicy:
 
 
 def is_valid_bucket(bucket: BatchDimensions, limits: BatchLimits) -> bool:
-    """Return whether a step can have these dimensions: it has tokens, at least one for each row and
-    one for each draft, and at most as many as its rows can have.
+    """Return whether a step can have these dimensions: at least one token for each row, and at most
+    as many as its prompts and drafts can have.
 
     >>> limits = BatchLimits(max_rows=4, max_tokens=64, max_model_len=8, num_drafts=1)
-    >>> dimensions = [(4, 0, 2), (3, 0, 2), (5, 0, 2), (10, 1, 2), (13, 1, 2), (5, 5, 0)]
+    >>> dimensions = [(4, 0, 2), (3, 0, 2), (5, 0, 2), (12, 1, 2), (13, 1, 2), (5, 5, 0)]
     >>> [is_valid_bucket(BatchDimensions(*each), limits) for each in dimensions]
-    [True, False, False, True, False, False]
+    [True, True, False, True, False, False]
     """
-    num_decode_tokens = bucket.num_decodes * (limits.num_drafts + 1)
-    return (
-        bucket.num_tokens > 0
-        and bucket.num_rows <= limits.max_rows
-        and bucket.num_tokens >= bucket.num_prefills + num_decode_tokens
-        and bucket.num_tokens <= bucket.num_prefills * limits.max_model_len + num_decode_tokens
-    )
+    most = bucket.num_prefills * limits.max_model_len
+    most += bucket.num_decodes * (limits.num_drafts + 1)
+    fits = bucket.num_rows <= min(bucket.num_tokens, limits.max_rows)
+    return fits and 0 < bucket.num_tokens <= most
 
 
 # --- planning
@@ -160,31 +157,29 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def plan_decode_buckets(limits: BatchLimits, policy: BucketPolicy) -> set[BatchDimensions]:
-    """Return the buckets of decode steps, of rows with all drafts and of rows without drafts.
+    """Return the buckets of decode steps, for each token count as many rows as it can have.
 
-    Without a given number, the smallest two are among them: one and two rows, or what the ranks
-    that divide the tokens need.
+    Rows without tokens cost nothing, so a bucket covers few rows with many drafts as well as many
+    rows with few. Without a given number, one and two rows with all drafts have buckets.
 
-    >>> limits = BatchLimits(max_rows=8, max_tokens=64, max_model_len=32)
+    >>> limits = BatchLimits(max_rows=4, max_tokens=64, max_model_len=32, num_drafts=2)
     >>> [str(each) for each in sorted(plan_decode_buckets(limits, BucketPolicy()))]
-    ['1x0x1', '2x0x2', '4x0x4', '8x0x8']
+    ['1x0x1', '2x0x2', '3x0x3', '6x0x4', '12x0x4']
     """
-    buckets: set[BatchDimensions] = set()
-    for tokens_per_row in {1, limits.num_drafts + 1}:
-        unit = lcm(tokens_per_row, limits.num_shards)
-        largest = min(limits.max_rows * tokens_per_row, limits.max_tokens) // unit * unit
-        if largest == 0:
-            continue
-        ladder = plan_token_ladder(
-            largest,
-            num_entries=policy.num_buckets,
-            multiple=unit,
-            distribution=policy.distribution,
-        )
-        if policy.num_buckets is None:
-            ladder += [tokens for tokens in (unit, 2 * unit) if tokens <= largest]
-        buckets |= {BatchDimensions(tokens, 0, tokens // tokens_per_row) for tokens in ladder}
-    return buckets
+    largest = limits.max_decode_tokens // limits.num_shards * limits.num_shards
+    if largest == 0:
+        return set()
+    ladder = plan_token_ladder(
+        largest,
+        num_entries=policy.num_buckets,
+        multiple=limits.num_shards,
+        distribution=policy.distribution,
+    )
+    if policy.num_buckets is None:
+        unit = lcm(limits.num_drafts + 1, limits.num_shards)
+        ladder += [tokens for tokens in (unit, 2 * unit) if tokens <= largest]
+    buckets = {BatchDimensions(tokens, 0, min(tokens, limits.max_rows)) for tokens in ladder}
+    return {bucket for bucket in buckets if is_valid_bucket(bucket, limits)}
 
 
 def plan_mixed_buckets(limits: BatchLimits, policy: BucketPolicy) -> set[BatchDimensions]:
@@ -211,7 +206,7 @@ def plan_mixed_buckets(limits: BatchLimits, policy: BucketPolicy) -> set[BatchDi
         distribution=policy.distribution,
     )
     candidates = (
-        _fit_decodes(num_tokens, num_prefills, limits)
+        BatchDimensions(num_tokens, num_prefills, min(num_tokens, limits.max_rows) - num_prefills)
         for num_tokens in ladder
         for num_prefills in _plan_prefill_counts(limits, policy)
         if num_tokens >= max(2, num_prefills)
@@ -226,22 +221,13 @@ def _plan_prefill_counts(limits: BatchLimits, policy: BucketPolicy) -> list[int]
     return sorted({*powers, limits.max_rows})
 
 
-def _fit_decodes(num_tokens: int, num_prefills: int, limits: BatchLimits) -> BatchDimensions:
-    """Return a bucket with as many decodes as fit beside the prefills."""
-    num_decodes = min(
-        (num_tokens - num_prefills) // (limits.num_drafts + 1), limits.max_rows - num_prefills
-    )
-    return BatchDimensions(num_tokens, num_prefills, num_decodes)
-
-
 def plan_buckets(limits: BatchLimits, policy: BucketPolicy) -> tuple[BatchDimensions, ...]:
-    """Return all buckets in the order in which they are captured: those with most prefill tokens
-    first, so that smaller graphs reuse the memory of larger ones."""
+    """Return all buckets in the order in which they are captured: those with prefills first, and
+    most tokens first, so that smaller graphs reuse the memory of larger ones."""
     buckets = plan_decode_buckets(limits, policy) | plan_mixed_buckets(limits, policy)
 
     def order(bucket: BatchDimensions) -> tuple[int, BatchDimensions]:
-        num_decode_tokens = bucket.num_decodes * (limits.num_drafts + 1)
-        return max(bucket.num_tokens - num_decode_tokens, 0), bucket
+        return (bucket.num_tokens if bucket.num_prefills else 0), bucket
 
     return tuple(sorted(buckets, key=order, reverse=True))
 
@@ -249,9 +235,7 @@ def plan_buckets(limits: BatchLimits, policy: BucketPolicy) -> tuple[BatchDimens
 # --- matching
 
 
-def covers(
-    bucket: BatchDimensions, batch: BatchDimensions, *, strict: bool = False
-) -> bool:
+def covers(bucket: BatchDimensions, batch: BatchDimensions, *, strict: bool = False) -> bool:
     """Return whether a batch can be padded to a bucket. A decode step needs a bucket of decodes,
     others one with prefills. Decode rows may have the place of prefills, unless `strict` (recurrent
     layers, whose kernels differ)."""
@@ -315,8 +299,4 @@ def snap_chunk(
 
 def add_prefill(batch: BatchDimensions, num_tokens: int) -> BatchDimensions:
     """Return a batch with one more prefill of `num_tokens` tokens."""
-    return BatchDimensions(
-        batch.num_tokens + num_tokens, batch.num_prefills + 1, batch.num_decodes
-    )
-
-
+    return BatchDimensions(batch.num_tokens + num_tokens, batch.num_prefills + 1, batch.num_decodes)
