@@ -538,7 +538,7 @@ class StepGraphs:
     ) -> StageOutputs:
         """Compute a step by the graph of a bucket: tokens `ids` of the rows, logits of the tokens
         `sampled`, and rotary frequencies of `rope_lengths`, one per row."""
-        if not self._replays:
+        if not self.is_captured:
             self.capture()
         received = NOTHING_RECEIVED
         if self._link is not None:
@@ -551,6 +551,11 @@ class StepGraphs:
             self.buffers.check_padding(len(ids))
         self._replays[bucket].replay()
         return self._read_outputs(bucket, len(ids), len(sampled))
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there are graphs; without, the next step that has a bucket captures them."""
+        return bool(self._replays)
 
     def capture(self) -> None:
         """Capture the steps of all buckets on padding. Collective over the ranks of the model."""

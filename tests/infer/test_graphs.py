@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import MLAConfig, ModelConfig, RelativeConfig, RopeConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.serve import (
     EngineConfig,
     GraphConfig,
@@ -53,7 +54,14 @@ from tests.infer.test_parallel_layouts import EXPERTS, SETTINGS
 from tests.infer.test_pipeline import make_requests, values_of
 
 STATIC = GraphConfig(mode="static_replay")
-REPLAYED_KINDS = {name: changes for name, changes in KINDS.items() if name != "relative"}
+
+
+def mark_slow(kinds: Sequence[str], quick: Sequence[str]) -> list[Any]:
+    """Test cases of which only some are quick."""
+    return [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in kinds]
+
+
+REPLAYED_KINDS = [name for name in KINDS if name != "relative"]
 LIMITS = BatchLimits(max_rows=6, max_tokens=16, max_model_len=64, num_drafts=2)
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 
@@ -154,7 +162,9 @@ def largest_batches(bucket: BatchDimensions, draw: random.Random) -> list[BatchD
     return [bucket, BatchDimensions(num_tokens, num_prefills, num_decodes)]
 
 
-@pytest.mark.parametrize("kind", REPLAYED_KINDS)
+@pytest.mark.parametrize(
+    "kind", mark_slow(REPLAYED_KINDS, ["window with sinks and softcap", "MLA", "experts"])
+)
 def test_steps_of_every_bucket_equal_eager_steps(kind: str, tiny: SimpleNamespace) -> None:
     """Also the logits of prompts; and the keys and values of all blocks but that of padding."""
     model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64).eval()
@@ -229,7 +239,7 @@ def test_padding_does_not_change_the_experts_of_tokens(
 # --- engines
 
 
-@pytest.mark.parametrize("kind", ["full", "window with sinks and softcap", "MLA", "experts"])
+@pytest.mark.parametrize("kind", mark_slow(REPLAYED_KINDS, ["full", "MLA"]))
 def test_an_engine_with_replayed_steps_generates_the_same(kind: str, tiny: SimpleNamespace) -> None:
     """With prefix hits, drafts, preemptions, several choices and log-probs of prompts."""
     model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64).eval()
@@ -424,10 +434,12 @@ def run_rank(
 @pytest.mark.parametrize(
     ("parallel", "changes", "prefills"),
     [
-        (InferenceParallelConfig(), {}, "all"),
+        pytest.param(InferenceParallelConfig(), {}, "all", marks=pytest.mark.slow),
         (InferenceParallelConfig(), {"num_kv_heads": 1}, "all"),  # with a sharded KV cache
-        (InferenceParallelConfig(sp=True), {"moe": EXPERTS}, "all"),
-        (InferenceParallelConfig(pp=2), {}, "mixed"),
+        pytest.param(
+            InferenceParallelConfig(sp=True), {"moe": EXPERTS}, "all", marks=pytest.mark.slow
+        ),
+        pytest.param(InferenceParallelConfig(pp=2), {}, "mixed", marks=pytest.mark.slow),
         (InferenceParallelConfig(dp=2), {"moe": EXPERTS}, "all"),
     ],
 )
@@ -582,3 +594,44 @@ def test_cpus_have_no_graphs_by_default(tiny: SimpleNamespace) -> None:
 def test_invalid_settings_of_graphs_are_reported(config: EngineConfig, message: str) -> None:
     (problem,) = engine_problems(config)
     assert problem.startswith(message)
+
+
+# --- CUDA graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: CUDA graphs")
+@pytest.mark.parametrize("kind", ["full", "window with sinks and softcap", "MLA", "chunks"])
+def test_cuda_graphs_compute_what_eager_steps_do(kind: str, tiny: SimpleNamespace) -> None:
+    """Captured, replayed, dropped and captured again."""
+    model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64).to("cuda").eval()
+    requests = random_requests(len(kind), 37, count=6)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 5}
+    expected = run(build(model, graphs=GraphConfig(mode="none"), **settings), requests)
+    prefills: Prefills = "none" if kind == "MLA" else "all"
+    graphs = GraphConfig(mode="cuda_graph", prefills=prefills, num_buckets=3)
+    engine = build(model, graphs=graphs, proposer=ReferenceProposer(expected), **settings)
+    for _ in range(2):
+        outputs = run(engine, requests)
+        assert tokens_of(outputs) == tokens_of(expected)
+        steps = graphs_of(engine.runner)
+        assert len(steps.num_replays) > 1
+        steps.reset()
+        assert not steps.is_captured
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: CUDA graphs")
+def test_cuda_graphs_of_experts_in_bf16_replay_the_routing_of_each_step(
+    tiny: SimpleNamespace,
+) -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+    config = tiny.config(moe=moe, hidden_size=48)
+    model = tiny.model(config, dtype=torch.bfloat16).to("cuda").eval()
+    requests = [(list(range(1, 9)), GREEDY), ([4, 2], GREEDY)]
+    results = []
+    for mode in ("none", "static_replay", "cuda_graph"):
+        engine = build(model, graphs=GraphConfig(mode=mode), max_num_seqs=2)
+        results.append(tokens_of(run(engine, requests)))
+    assert results[2] == results[1]
+    assert [tokens[0][0] for tokens in results[0]] == [tokens[0][0] for tokens in results[1]]
