@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --case 125m-bf16 --rounds 21
+    python benchmarks/gpu.py serve                                inference only
+    python benchmarks/gpu.py serve --plan                         what it would measure
     python benchmarks/gpu.py --device cpu --case tiny-bf16        a rehearsal without a GPU
     python benchmarks/gpu.py --device cpu --case tiny-layouts     the same of two ranks
     python benchmarks/gpu.py --device cpu --case tiny-mixture     and of a layer of experts
@@ -17,7 +19,9 @@ overlap tensor parallelism's messages (plain, behind matmuls, rings of messages,
 a pipeline over NCCL. The case `mixture` is one layer of experts of Qwen3 30B-A3B on 8192 tokens,
 forward and backward in bf16, beside transformers' block with each way it has for experts (both
 eager), and the experts' matmuls alone: all of them, and those forward, of inputs' and of weights'
-gradients, each as a fraction of the peak rate. A case is begun only while there is time for it.
+gradients, each as a fraction of the peak rate. The case `serve` decodes with the shape of Llama 3
+8B in bf16, at 1 and 64 sequences, with CUDA graphs and without, and compares the bytes that a step
+reads with the bandwidth of a copy. A case is begun only while there is time for it.
 
 Written without a GPU at hand: the rehearsal is tested, the rest of it has not run on hardware yet.
 """
@@ -42,6 +46,7 @@ from contenders.mixture import AS_THEIRS, DTYPE, Layer, Mixture, qwen3_moe, tiny
 from contenders.one_device import alike, build, extra_memory_gib, groups, until_done
 from contenders.ours import random_step, with_precision
 from contenders.parity import compare_kernels
+from contenders.serving import Serving, describe, race
 from paired import take_turns, times_as_fast
 from train import LOSS_TOLERANCE, tiny
 
@@ -114,8 +119,15 @@ MIXTURES: Mapping[str, Mixture] = {
     "mixture": Mixture(qwen3_moe, tokens=8192),
     "tiny-mixture": Mixture(tiny_moe, tokens=50),
 }
+SERVINGS: Mapping[str, Serving] = {
+    "serve": Serving(lambda: recipes()["llama3_8b"]().model, torch.bfloat16),
+    "tiny-serve": Serving(
+        lambda: tiny().model, torch.float32, batches=(1, 4), context=20, steps_per_round=2
+    ),
+}
 ORDER = (
     "1b-bf16",
+    "serve",
     "mixture",
     "125m-bf16",
     "layouts",
@@ -321,6 +333,13 @@ def mixture(name: str, device: torch.device, *, rounds: int) -> bool:
     return not wrong
 
 
+def serving(name: str, device: torch.device, *, rounds: int) -> None:
+    """Print how fast decode steps are, with graphs and without."""
+    print(f"{name}: {describe(SERVINGS[name], rounds=rounds)}", flush=True)
+    for line in race(SERVINGS[name], device, rounds=rounds):
+        print(f"  {line}", flush=True)
+
+
 def layouts(name: str, device: torch.device, *, rounds: int) -> None:
     """Start the ranks that race; they print."""
     run = LAYOUT_CASES[name]()
@@ -345,8 +364,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "part", nargs="?", choices=["all", "serve"], default="all", help="serve: inference only"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    known = [*CASES, *LAYOUT_CASES, *MIXTURES, *TINY]
+    parser.add_argument("--plan", action="store_true", help="only print what serve measures")
+    known = [*CASES, *LAYOUT_CASES, *MIXTURES, *SERVINGS, *TINY]
     parser.add_argument(
         "--case", action="append", choices=known, help="again for more; all but tiny ones if unset"
     )
@@ -370,6 +393,9 @@ def main() -> int:
         return worker_main(
             lambda: race_layouts(LAYOUT_CASES[name](), rounds=options.rounds), os.environ
         )
+    if options.plan:
+        print(f"serve: {describe(SERVINGS['serve'], rounds=options.rounds)}")
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
             "There is no NVIDIA GPU here that torch can use: nothing was measured. Use --device "
@@ -381,16 +407,20 @@ def main() -> int:
     if device.type == "cuda":
         doctor()
     holds = parity(device)
-    race_kernels(device, rounds=options.rounds)
-    holds = race_inference(device, rounds=options.rounds) and holds
-    free(device)
-    for name in options.case or ORDER:
+    if options.part == "all":
+        race_kernels(device, rounds=options.rounds)
+        holds = race_inference(device, rounds=options.rounds) and holds
+        free(device)
+    for name in options.case or (ORDER if options.part == "all" else ("serve",)):
         began = time.monotonic()
         if began - started + longest > 60 * options.minutes:
             print(f"{name}: left out, no time. Use --case {name}, or more --minutes.")
             continue
         if name in LAYOUT_CASES:
             layouts(name, device, rounds=options.rounds)
+        elif name in SERVINGS:
+            serving(name, device, rounds=options.rounds)
+            free(device)
         elif name in MIXTURES:
             holds = mixture(name, device, rounds=options.rounds) and holds
             free(device)

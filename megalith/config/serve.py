@@ -79,12 +79,39 @@ def speculation_problems(config: SpeculationConfig) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphConfig:
+    """Graphs of model steps: all kernels of a step start at once, on a batch that is padded to one
+    of a few sizes (buckets)."""
+
+    mode: Literal["auto", "none", "static_replay", "cuda_graph"] = "auto"
+    """cuda_graph: CUDA graphs; static_replay: the same buffers and padding, executed eagerly, to
+    check them without a GPU; auto: cuda_graph on NVIDIA GPUs where the model supports it, else
+    none."""
+
+    num_buckets: Annotated[int | None, Ge(1), Example(8)] = None
+    """Number of token counts that have buckets. Unset: as many as the distribution needs."""
+
+    distribution: Literal["exponential", "linear"] = "exponential"
+    """Token counts of the buckets. exponential: each is half of the next larger one; linear: equal
+    distances."""
+
+    prefills: Literal["none", "mixed", "all"] = "none"
+    """Steps with prompts that have buckets. none: only decode steps; mixed: those with at most
+    max_tokens tokens; all: all steps, and chunks of prompts have the sizes of buckets."""
+
+    max_tokens: Annotated[int | None, Ge(1), Example(512)] = None
+    """Largest number of tokens of a bucket with prompts. Unset: that of a decode step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Inference engine: batching, limits and random seed."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    graphs: GraphConfig = field(default_factory=GraphConfig)
 
     max_num_seqs: Annotated[int, Ge(1), Example(64)] = 64
     """Maximum number of sequences in a step."""
@@ -256,10 +283,29 @@ def adapter_name_problems(name: str | None, config: EngineConfig) -> list[str]:
     ]
 
 
+def graph_problems(config: EngineConfig) -> list[str]:
+    """Return a message for every setting of graphs that does not fit the others."""
+    graphs = config.graphs
+    problems = []
+    if graphs.mode not in ("auto", "none") and config.batch_invariant:
+        problems.append(
+            f"graphs.mode={graphs.mode} with batch_invariant=true: replayed steps use another "
+            "attention kernel than prefills, whose results differ by rounding. Set graphs.mode to "
+            "none, or batch_invariant to false."
+        )
+    if graphs.max_tokens is not None and graphs.prefills != "mixed":
+        problems.append(
+            f"graphs.max_tokens={graphs.max_tokens} with graphs.prefills={graphs.prefills}: it "
+            "limits the buckets with prompts. Set graphs.prefills to mixed, or leave "
+            "graphs.max_tokens unset."
+        )
+    return problems
+
+
 def engine_problems(config: EngineConfig) -> list[str]:
     """Return a message for every invalid setting of an engine."""
     problems = range_problems(config) + speculation_problems(config.speculation)
-    problems += adapter_problems(config)
+    problems += adapter_problems(config) + graph_problems(config)
     if config.quantization != "none" and config.speculation.method == "mtp":
         problems.append(
             f"quantization={config.quantization} with speculation.method=mtp: MTP layers are not "

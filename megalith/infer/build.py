@@ -29,6 +29,7 @@ from megalith.infer.cache import (
 )
 from megalith.infer.draft_model import DraftModelProposer
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.graphs import plan_graphs
 from megalith.infer.kv_offload import HostBlockPool, count_host_block_bytes, plan_host_blocks
 from megalith.infer.load import TextGenerator
 from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
@@ -72,13 +73,22 @@ def build_engine(
     plan, free_bytes = _divide_memory(generator, plan, draft_plan)
     size = plan_pool(model.config, config, plan, free_bytes=free_bytes)
     kernels = expand_kernel_setting(generator.kernels)
+    graphs = plan_graphs(
+        config,
+        model,
+        plan,
+        max_model_len=size.max_model_len,
+        num_drafts=count_draft_tokens(config, draft_plan),
+        attention_kernel=kernels.backend_name("attention"),
+        expert_group=generator.expert_group,
+    )
     cache = PagedKVCache(
         plan,
         num_blocks=size.num_blocks,
         block_size=config.cache.block_size,
         batch_invariant=config.batch_invariant,
         kernel=kernels.backend_name("attention"),
-        has_padding=_has_padding(generator),
+        has_padding=graphs is not None or _has_padding(generator),
         groups=token_groups(model),
     )
     if config.batch_invariant:
@@ -93,6 +103,7 @@ def build_engine(
         adapters=adapters,
         expert_group=generator.expert_group,
         host_pool=build_host_pool(generator, config, cache),
+        graphs=graphs,
     )
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
@@ -111,6 +122,7 @@ def build_engine(
     if config.batch_invariant:
         check_batch_invariance(build(()))
     engine = build(callbacks)
+    runner.capture_graphs()
     for entry in config.adapters:
         engine.load_adapter(*entry.split("=", 1))
     logger.info("%s", engine.describe())
@@ -275,6 +287,15 @@ def plan_draft_cache(generator: TextGenerator, config: EngineConfig) -> CachePla
     return plan
 
 
+def count_draft_tokens(config: EngineConfig, draft_plan: CachePlan | None) -> int:
+    """Return the largest number of draft tokens of a row; `draft_plan`: of `plan_draft_cache`."""
+    if config.speculation.method == "none":
+        return 0
+    if config.speculation.method == "mtp" and draft_plan is not None:
+        return len(draft_plan.slots)
+    return config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
+
+
 def build_speculator(
     generator: TextGenerator,
     config: EngineConfig,
@@ -285,9 +306,7 @@ def build_speculator(
     `draft_plan` stores as many tokens as that of the model."""
     if config.speculation.method == "none":
         return None
-    longest = config.speculation.num_draft_tokens or NUM_DRAFT_TOKENS
-    if config.speculation.method == "mtp" and draft_plan is not None:
-        longest = len(draft_plan.slots)
+    longest = count_draft_tokens(config, draft_plan)
     # the clocks of ranks differ
     measures_time = generator.ranks.size == 1
     lengths = DraftLengthController(longest, measures_time=measures_time)

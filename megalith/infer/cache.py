@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Unpack
+from typing import Literal, NamedTuple, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from megalith.plan.serving.cache_layout import (
     find_longest_sequence,
     plan_cache_layout,
 )
+from megalith.plan.serving.graph_buckets import BatchDimensions
 from megalith.plan.serving.scheduler import PlannedRow, SchedulerConfig
 from megalith.plan.shards import key_value_ranks, split_evenly
 
@@ -288,10 +289,14 @@ def plan_pool(
 
 
 def scheduler_config(
-    config: EngineConfig, cache: "PagedKVCache", *, num_host_blocks: int = 0
+    config: EngineConfig,
+    cache: "PagedKVCache",
+    *,
+    num_host_blocks: int = 0,
+    buckets: tuple[BatchDimensions, ...] = (),
 ) -> SchedulerConfig:
     """Return the settings of the scheduler for an engine with this cache, and with blocks in host
-    memory."""
+    memory; `buckets`: of graphs that steps with prompts are planned for."""
     return SchedulerConfig(
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
@@ -302,6 +307,7 @@ def scheduler_config(
         prefix_caching=config.cache.prefix_caching and not cache.plan.has_states,
         num_host_blocks=num_host_blocks,
         batching=config.batching,
+        buckets=buckets,
     )
 
 
@@ -405,11 +411,24 @@ class PagedKVCache:
         return PlannedRow(PADDING, 0, 1, samples=False, block_tables=tables)
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The allocated storage by name."""
+        return {
+            f"KV cache slot {slot} {role}": pool.data
+            for (slot, role, _), pool in self._pool.items()
+        }
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the allocated blocks."""
         return sum(pool.num_bytes for pool in self._pool.values())
 
-    def layers(self, step: "StepBlocks") -> list[LayerCache]:
+    @property
+    def has_padding(self) -> bool:
+        """Whether there is a block for padding, after the others."""
+        return self._has_padding
+
+    def layers(self, step: "StepTables") -> list[LayerCache]:
         """Return the layer caches of a forward pass, one per attention of the model."""
         return [
             PagedLayerCache(self, step, index, slot) for index, slot in enumerate(self.plan.slots)
@@ -455,6 +474,23 @@ class PagedKVCache:
         if succeeded:
             self._states |= self._new_states
         self._new_states = {}
+
+
+class StepTables(Protocol):
+    """The block tables of a step and where its tokens are stored."""
+
+    @property
+    def rows(self) -> Sequence[PlannedRow]:
+        """The rows of the step."""
+
+    def metadata(self, group: int, ranks: TokenRankGroup | None) -> PagedMetadata:
+        """Return block tables and lengths of a KV cache group for the paged kernels."""
+
+    def stored_tokens(self, group: int, shard: TokenShard) -> tuple[Tensor | None, Tensor]:
+        """Return which tokens are stored, int64 [t_stored] or None for all, and their slots."""
+
+    def gathered_keys(self, group: int, ranks: TokenRankGroup | None) -> GatheredKeys:
+        """Return the slots of the keys that the queries attend to."""
 
 
 @dataclass(frozen=True)
@@ -541,7 +577,7 @@ class PagedLayerCache:
     """Cache of one attention, or state of one recurrent mixer, in one step; a `LayerCache`."""
 
     def __init__(
-        self, cache: PagedKVCache, step: StepBlocks, index: int, slot: tuple[int, int] | None
+        self, cache: PagedKVCache, step: StepTables, index: int, slot: tuple[int, int] | None
     ) -> None:
         self._cache, self._step, self._index, self._slot = cache, step, index, slot
         self._ranks = cache.ranks_of(index)

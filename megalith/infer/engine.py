@@ -136,7 +136,12 @@ class InferenceEngine:
         self.model_config, self.config, self.max_model_len = model.config, config, max_model_len
         self.runner = runner
         self.scheduler = Scheduler(
-            scheduler_config(config, runner.cache, num_host_blocks=runner.num_host_blocks)
+            scheduler_config(
+                config,
+                runner.cache,
+                num_host_blocks=runner.num_host_blocks,
+                buckets=runner.planned_buckets,
+            )
         )
         self._tokenizer, self._eos = tokenizer, eos_token_ids
         self._callbacks, self._speculator = callbacks, speculator
@@ -485,7 +490,8 @@ class InferenceEngine:
             f"{self.runner.num_host_blocks} blocks in host memory; "
             f"at most {config.max_num_seqs} sequences of "
             f"{self.max_model_len} tokens, {config.max_num_batched_tokens} tokens per step; "
-            f"attention: {attention}; small-batch matmuls: {self.runner.limits}"
+            f"attention: {attention}; small-batch matmuls: {self.runner.limits}; "
+            f"graphs: {self.runner.describe_graphs()}"
         )
 
     def is_unfinished(self, request_id: int) -> bool:

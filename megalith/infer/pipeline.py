@@ -48,14 +48,25 @@ class PipelineLink:
         """Wait for the hidden states of the previous stage, each [num_tokens, h]."""
         if self._rank == 0:
             return NOTHING_RECEIVED
-        specs = tuple(
-            Spec((num_tokens, self._hidden_size), self._dtypes[tensor.dtype])
-            for tensor in self._received
-        )
+        specs = self._specs(num_tokens)
         message = StageMessage("forward", self._rank, 0)
-        tensors = self._link.post(message, specs, self._rank - 1).wait()
-        names = (tensor.name for tensor in self._received)
-        return dict(zip(names, tensors, strict=True))
+        tensors = self._link.post(message, tuple(specs.values()), self._rank - 1).wait()
+        return dict(zip(specs, tensors, strict=True))
+
+    def allocate_received(self, num_tokens: int) -> StageTensors:
+        """Return tensors like those of `receive`, of zeros."""
+        if self._rank == 0:
+            return NOTHING_RECEIVED
+        return {
+            name: torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+            for name, spec in self._specs(num_tokens).items()
+        }
+
+    def _specs(self, num_tokens: int) -> dict[str, Spec]:
+        return {
+            tensor.name: Spec((num_tokens, self._hidden_size), self._dtypes[tensor.dtype])
+            for tensor in self._received
+        }
 
     def send(self, tensors: StageTensors) -> None:
         """Start sending hidden states to the next stage."""

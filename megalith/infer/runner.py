@@ -1,7 +1,7 @@
 """Executes the planned steps of the scheduler: one forward pass over the tokens of all rows."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
+from megalith.infer.graphs import GraphPlan, StageOutputs, StepGraphs, StepInputs
 from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
@@ -24,9 +25,10 @@ from megalith.kernels.linear_small_batch import (
     small_batch_matmul,
 )
 from megalith.kernels.packed import seq_params_from_queries
-from megalith.models.decoder import NOTHING_RECEIVED, CachedLayersRunner, Decoder, StageTensors
+from megalith.models.decoder import NOTHING_RECEIVED, CachedLayersRunner, Decoder
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
 from megalith.plan.serving.block_allocator import BlockCopy
+from megalith.plan.serving.graph_buckets import BatchDimensions
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
 
@@ -84,11 +86,13 @@ class ModelRunner:
         adapters: AdapterManager | None = None,
         expert_group: Group = SINGLE_RANK,
         host_pool: HostBlockPool | None = None,
+        graphs: GraphPlan | None = None,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
         its requests; `expert_group`: ranks of this stage, if some have other requests and share
-        experts; `host_pool`: blocks of the cache in host memory."""
+        experts; `host_pool`: blocks of the cache in host memory; `graphs`: steps that are
+        replayed."""
         self._expert_group = expert_group
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self._host_pool = host_pool
@@ -101,6 +105,12 @@ class ModelRunner:
         # collectives and kernels on other devices are not recorded
         is_recorded = self._device.type == "cpu" and not self.is_distributed
         self.recorded = RecordedForwards(model) if is_recorded else None
+        self.graphs: StepGraphs | None = None
+        """Captured steps; None: all steps run eagerly."""
+        if graphs is not None:
+            self.graphs = StepGraphs(
+                graphs, model, cache, self._compute, link=link, expert_group=expert_group
+            )
 
     @property
     def vocab(self) -> VocabSlice:
@@ -143,23 +153,49 @@ class ModelRunner:
         experts."""
         self.cache.copy_blocks([(copy.source, copy.destination) for copy in plan.copies])
         try:
-            with (
-                small_batch_matmul(self.limits),
-                # also of few tokens: faster than several torch operations in inference mode
-                loops_of_any_size(True),
-            ):
-                tensors = self._forward(plan.rows, states)
+            with self._use_small_batch_matmul():
+                sampled = _find_sampled_tokens(plan.rows, needs)
+                outputs = self._forward(plan.rows, states, sampled)
                 logits = None
-                if self.is_last_stage:
-                    hidden = self.gather_tokens(tensors[HIDDEN], plan.num_tokens)
-                    logits = self._logits(hidden, plan.rows, states, needs)
+                if outputs.logits is not None:
+                    logits = self._select_logits(outputs, plan.rows, states, needs)
         except BaseException:
             self.cache.commit_states(succeeded=False)
             raise
         self.cache.commit_states(succeeded=True)
         if self._link is not None and logits is None:
-            self._link.send(tensors)
+            self._link.send(outputs.tensors)
         return logits
+
+    @property
+    def planned_buckets(self) -> tuple[BatchDimensions, ...]:
+        """The buckets that steps with prompts are planned for; none if such steps may run
+        eagerly."""
+        if self.graphs is None or not self.graphs.plan.gates_prefills:
+            return ()
+        return self.graphs.plan.buckets
+
+    def describe_graphs(self) -> str:
+        """Describe which steps are replayed."""
+        if self.graphs is None:
+            return "none"
+        plan = self.graphs.plan
+        largest = max(plan.buckets)
+        return f"{plan.mode}, {len(plan.buckets)} buckets of up to {largest.num_tokens} tokens"
+
+    def count_graph_steps(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of replayed steps by bucket and of other steps by reason."""
+        if self.graphs is None:
+            return {}
+        replays = {str(bucket): count for bucket, count in self.graphs.num_replays.items()}
+        return {"graph_steps": replays, "eager_steps": dict(self.graphs.num_eager_steps)}
+
+    def capture_graphs(self) -> None:
+        """Capture the steps that are replayed, if there are any. Collective over the ranks of the
+        model."""
+        if self.graphs is not None:
+            with self._use_small_batch_matmul():
+                self.graphs.capture()
 
     @property
     def is_distributed(self) -> bool:
@@ -205,38 +241,67 @@ class ModelRunner:
         assert self._link is not None, "one stage has its results"
         return self._link.receive_results()
 
+    @contextmanager
+    def _use_small_batch_matmul(self) -> Iterator[None]:
+        """Compute matmuls of few rows as `limits` says, inside a `with` block."""
+        # compiled loops also of few tokens: faster than several torch operations in inference mode
+        with small_batch_matmul(self.limits), loops_of_any_size(True):
+            yield
+
     def _forward(
-        self, rows: Sequence[PlannedRow], states: Mapping[int, SequenceState]
-    ) -> StageTensors:
-        """Return the outputs [t, h] of this stage for all tokens of the rows."""
+        self,
+        rows: Sequence[PlannedRow],
+        states: Mapping[int, SequenceState],
+        sampled: Sequence[int],
+    ) -> StageOutputs:
+        """Return the outputs of this stage for all tokens of the rows, and on the last stage the
+        logits of the tokens `sampled`; by a graph if there is one."""
         ids: list[int] = []
         for row in rows:
             ids += states[row.seq_id].token_ids[row.start : row.start + row.count]
             ids += row.draft_ids
+        rope_lengths = [_rope_length(row, states[row.seq_id]) for row in rows]
+        bucket = None if self.graphs is None else self.graphs.match(rows, states)
+        if self.graphs is not None and bucket is not None:
+            return self.graphs.run(bucket, rows, ids, sampled, rope_lengths)
+        inputs = self._make_inputs(rows, ids, sampled, rope_lengths)
+        inputs = inputs._replace(run_cached_layers=self._find_recordings(rows, states))
+        apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
+        with apply:
+            outputs = self._compute(inputs)
+        if outputs.hidden is None:
+            return outputs
+        return outputs._replace(hidden=outputs.hidden[: len(ids)])
+
+    def _make_inputs(
+        self,
+        rows: Sequence[PlannedRow],
+        ids: Sequence[int],
+        sampled: Sequence[int],
+        rope_lengths: Sequence[int],
+    ) -> StepInputs:
+        """Return the inputs of a step that runs eagerly."""
         num_padding = self.count_padding(len(ids))
         padding = [self.cache.make_padding_row() for _ in range(num_padding)]
-        ids += [0] * len(padding)
         padded_rows = [*rows, *padding]
         seq_params = seq_params_from_queries(
             [(row.count, row.start + row.count) for row in padded_rows],
-            reach=[*(_rope_length(row, states[row.seq_id]) for row in rows), *(1 for _ in padding)],
+            reach=[*rope_lengths, *(1 for _ in padding)],
             device=self._device,
         )
         groups = self.cache.plan.layout.groups
         step = StepBlocks(padded_rows, groups, self.cache.block_size, self._device)
+        num_tokens = len(ids) + num_padding
         received = NOTHING_RECEIVED
         if self._link is not None:
-            received = self._link.receive(len(ids) // self._num_token_shards)
-        apply = nullcontext() if self.adapters is None else self.adapters.apply(rows, states)
-        with apply:
-            outputs: StageTensors = self.model(
-                torch.tensor(ids, device=self._device),
-                LayerInputs(seq_params),
-                self.cache.layers(step),
-                received=received,
-                run_cached_layers=self._find_recordings(rows, states),
-            )
-        return outputs
+            received = self._link.receive(num_tokens // self._num_token_shards)
+        return StepInputs(
+            torch.tensor([*ids, *[0] * num_padding], device=self._device),
+            LayerInputs(seq_params),
+            self.cache.layers(step),
+            received,
+            torch.tensor(sampled, dtype=torch.int64, device=self._device),
+        )
 
     def _find_recordings(
         self, rows: Sequence[PlannedRow], states: Mapping[int, SequenceState]
@@ -262,22 +327,36 @@ class ModelRunner:
             return hidden
         return hidden.chunk(self._num_token_shards)[self.model.tp_comm.group.rank]
 
-    def _logits(
+    def _compute(self, step: StepInputs) -> StageOutputs:
+        """Run this stage on the tokens of a step, padding included; a graph captures it."""
+        outputs = self.model(
+            step.ids,
+            step.inputs,
+            step.caches,
+            received=step.received,
+            run_cached_layers=step.run_cached_layers,
+        )
+        if not self.is_last_stage:
+            return StageOutputs(outputs)
+        hidden = self.gather_tokens(outputs[HIDDEN], len(step.ids))
+        return StageOutputs(outputs, hidden, self._project(hidden[step.sampled]))
+
+    def _select_logits(
         self,
-        hidden: Tensor,
+        outputs: StageOutputs,
         rows: Sequence[PlannedRow],
         states: Mapping[int, SequenceState],
         needs: PromptOutputs,
     ) -> StepLogits:
-        last: list[int] = []
+        """Return the outputs by sequence, with the logits of prompts if they are requested."""
+        hidden, next_token = outputs.hidden, outputs.logits
+        assert hidden is not None and next_token is not None, "the last stage has them"
         prompt: dict[int, Tensor] = {}
         pooled: dict[int, Tensor] = {}
         first = 0
         for row in rows:
             if row.seq_id in needs.hidden:
                 pooled[row.seq_id] = hidden[first : first + row.count]
-            elif row.samples:
-                last += range(first + row.count - 1 - len(row.draft_ids), first + row.count)
             # The logits after the last prompt token are those of the first generated token.
             num_prompt = states[row.seq_id].num_prompt_tokens - 1 - row.start
             count = min(row.count, num_prompt)
@@ -285,12 +364,24 @@ class ModelRunner:
                 prompt[row.seq_id] = self._project(hidden[first : first + count])
             first += row.count
         sampling = tuple(row for row in rows if row.samples and row.seq_id not in needs.hidden)
-        return StepLogits(sampling, self._project(hidden[last]), prompt, pooled, hidden)
+        return StepLogits(sampling, next_token, prompt, pooled, hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Return logits [k, v_local] of hidden states [k, h], some rows at a time."""
         parts = [self.model.head.logits(part) for part in hidden.split(MAX_LOGIT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _find_sampled_tokens(rows: Sequence[PlannedRow], needs: PromptOutputs) -> list[int]:
+    """Return the tokens of a step after which one is sampled: the last known one of each row that
+    samples, and its drafts."""
+    sampled: list[int] = []
+    first = 0
+    for row in rows:
+        if row.samples and row.seq_id not in needs.hidden:
+            sampled += range(first + row.count - 1 - len(row.draft_ids), first + row.count)
+        first += row.count
+    return sampled
 
 
 def _rope_length(row: PlannedRow, state: SequenceState) -> int:

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -32,14 +32,23 @@ _UNSUPPORTED_SIZES = (
 SPECULATIVE_TOKENS = "--num-speculative-tokens"
 """Draft tokens, which Megatron takes from the MTP layers of the model."""
 
-_VALUES = {
-    "--use-legacy-static-engine": "static",
-    "--inference-disable-triton-nvls-kernels": "process_group",
-}
-"""Values that switches set."""
+GRAPH_IMPL = "--cuda-graph-impl"
+"""Whether parts of the model are captured in CUDA graphs."""
+GRAPH_MAX_TOKENS = (
+    "--inference-dynamic-batching-cuda-graph-max-tokens",
+    "--inference-cuda-graph-max-tokens",
+)
+"""Largest number of tokens of a graph of steps with prompts, under both of its names."""
 
-_CONVERSIONS = {"static": "static", "dynamic": "continuous"}
-"""Values of engine.batching, by those of --engine-type."""
+_CONVERSIONS: Mapping[str, Mapping[str, str]] = {
+    "--engine-type": {"static": "static", "dynamic": "continuous"},
+    "--inference-cuda-graph-scope": {"none": "none", "layer": "auto", "block": "auto"},
+    "--decode-only-cuda-graphs": {"True": "none"},
+    "--inference-cuda-graph-all-prefills": {"True": "all"},
+    "--use-legacy-static-engine": {"True": "static"},
+    "--inference-disable-triton-nvls-kernels": {"True": "process_group"},
+}
+"""Values of settings, by the values of flags that are not copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +136,7 @@ def _translate_shared(draft: Draft) -> str:
     tp = "--tensor-model-parallel-size"
     if words.get(tp, ("1",)) not in ((), ("1",)):
         draft.put(tp, "nproc", words[tp][0])
+    _translate_graph_impl(draft)
     for flag in _UNSUPPORTED_SIZES:
         if words.get(flag, ("1",)) != ("1",):
             text = (
@@ -135,6 +145,16 @@ def _translate_shared(draft: Draft) -> str:
             )
             draft.report("not mapped", flag, text)
     return source
+
+
+def _translate_graph_impl(draft: Draft) -> None:
+    """Translate whether steps are captured in CUDA graphs."""
+    words = draft.arguments.words.get(GRAPH_IMPL, ())
+    impl = words[0] if words else None
+    if impl == "none":
+        draft.put(GRAPH_IMPL, "engine.graphs.mode", "none")
+    elif impl == "local":
+        draft.report("already", GRAPH_IMPL, "engine.graphs.mode=auto uses CUDA graphs on GPUs")
 
 
 def _translate_mapped(draft: Draft, name: str, setting: str) -> None:
@@ -149,13 +169,17 @@ def _translate_mapped(draft: Draft, name: str, setting: str) -> None:
             draft.report("already", name, "no draft tokens")
             return
         draft.put(name, "engine.speculation.method", "mtp")
+    if setting == "engine.graphs.num_buckets" and value == -1:
+        draft.report("already", name, "as many buckets as needed are the default")
+        return
+    if name in GRAPH_MAX_TOKENS:
+        if draft.settings.get("engine.graphs.prefills", "mixed") != "mixed":
+            draft.report("already", name, "engine.graphs.prefills is set by another argument")
+            return
+        draft.put(name, "engine.graphs.prefills", "mixed")
     if name.startswith("--no-"):
         value = False
-    elif name in _VALUES:
-        value = _VALUES[name]
-    elif name == "--engine-type":
-        value = _CONVERSIONS[str(value)]
-    draft.put(name, setting, value)
+    draft.put(name, setting, _CONVERSIONS.get(name, {}).get(str(value), value))
 
 
 def _report_rest(draft: Draft) -> None:

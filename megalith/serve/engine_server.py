@@ -424,7 +424,9 @@ class EngineServer:
 
     def _render_metrics(self) -> dict[str, Any]:
         stats = self.engine.scheduler.make_stats()
-        return {"text": self._metrics.render(stats, is_paused=self._is_paused)}
+        steps = self.engine.runner.count_graph_steps()
+        text = self._metrics.render(stats, is_paused=self._is_paused, graph_steps=steps)
+        return {"text": text}
 
     def _pause(self) -> dict[str, Any]:
         self._is_paused = not self._drains  # the requests in flight finish

@@ -3,8 +3,9 @@ log."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megalith.plan.serving.scheduler import SchedulerStats, StepPlan
@@ -68,8 +69,18 @@ SCHEDULER_COUNTERS = {
     "spec_decode_num_drafts": ("Sequences with draft tokens, over all steps.", "num_drafts"),
     "spec_decode_num_draft_tokens": ("Draft tokens.", "num_draft_tokens"),
     "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", "num_accepted_tokens"),
+    "num_deferred_prefills": (
+        "Times that a prompt waited because no graph has a bucket for its batch.",
+        "num_deferred_prefills",
+    ),
 }
 """Counters that are attributes of `SchedulerStats`: explanation and attribute."""
+GRAPH_COUNTERS = {
+    "graph_steps": ("Steps replayed by a graph.", "bucket"),
+    "eager_steps": ("Steps without a bucket, where others are replayed.", "reason"),
+}
+"""Counters of steps: explanation and label."""
+NO_GRAPH_STEPS: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 class _Metric(Protocol):
@@ -204,6 +215,11 @@ class EngineMetrics:
             "Accepted draft tokens by position among the drafts of a step.",
             "position",
         )
+        self._graph_counters = {
+            name: self._set.counter(name, text, label)
+            for name, (text, label) in GRAPH_COUNTERS.items()
+        }
+        self._reported_graphs: dict[str, dict[str, int]] = {name: {} for name in GRAPH_COUNTERS}
         self._histograms = {
             name: self._set.histogram(name, text, buckets)
             for name, (text, buckets) in HISTOGRAMS.items()
@@ -257,8 +273,20 @@ class EngineMetrics:
         for completion in request.outputs:
             self._success.labels(str(completion.finish_reason)).inc()
 
-    def render(self, stats: SchedulerStats, *, is_paused: bool = False) -> str:
-        """Return all metrics in the text format of Prometheus."""
+    def render(
+        self,
+        stats: SchedulerStats,
+        *,
+        is_paused: bool = False,
+        graph_steps: Mapping[str, Mapping[str, int]] = NO_GRAPH_STEPS,
+    ) -> str:
+        """Return all metrics in the text format of Prometheus; `graph_steps`: number of steps by
+        label for each of `GRAPH_COUNTERS`."""
+        for name, counts in graph_steps.items():
+            counted = self._reported_graphs[name]
+            for label, number in counts.items():
+                self._graph_counters[name].labels(label).inc(number - counted.get(label, 0))
+            self._reported_graphs[name] = dict(counts)
         self._gauges["num_requests_running"].set(stats.num_running)
         self._gauges["num_requests_waiting"].set(stats.num_waiting)
         self._gauges["kv_cache_usage_perc"].set(stats.num_used_blocks / max(stats.num_blocks, 1))

@@ -69,6 +69,29 @@ def test_the_rehearsal_runs(run_benchmark: Run) -> None:
 
 
 @pytest.mark.slow
+def test_the_rehearsal_of_serving_decodes_with_and_without_graphs(run_benchmark: Run) -> None:
+    pytest.importorskip("transformers")
+    arguments = "serve", "--device", "cpu", "--case", "tiny-serve", "--rounds", "1"
+    done = run_benchmark("gpu.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "batch   1 graphs / eager: " in done.stdout
+    assert "batch   4 graphs" in done.stdout and "% of the bandwidth" in done.stdout
+
+
+def test_plan_of_serving_is_printed_without_a_gpu(
+    beside_benchmarks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr("sys.argv", ["gpu.py", "serve", "--plan", "--rounds", "5"])
+    assert gpu.main() == 0
+    assert capsys.readouterr().out.startswith(
+        "serve: 32 layers of h 4096, vocabulary of 128256, bfloat16; batches of 1, 64 sequences of "
+        "1000 tokens, 5 rounds of 8 decode steps"
+    )
+
+
+@pytest.mark.slow
 def test_the_rehearsal_of_two_ranks_computes_one_loss_in_every_layout(
     run_benchmark: Run, beside_benchmarks: None
 ) -> None:

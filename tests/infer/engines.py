@@ -10,7 +10,13 @@ from torch import Tensor
 
 from megalith.config.generation import SamplingParams
 from megalith.config.model import ModelConfig
-from megalith.config.serve import CacheConfig, EngineConfig, KVCacheDtype, SpeculationConfig
+from megalith.config.serve import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    KVCacheDtype,
+    SpeculationConfig,
+)
 from megalith.infer.build import build_speculator, plan_draft_cache
 from megalith.infer.cache import (
     CachePlan,
@@ -21,6 +27,7 @@ from megalith.infer.cache import (
     token_groups,
 )
 from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.graphs import plan_graphs
 from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.load import TextGenerator
 from megalith.infer.outputs import RequestOutput
@@ -43,6 +50,7 @@ from megalith.plan.serving.scheduler import PlannedRow
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
+MAX_DRAFT_TOKENS = 5
 SAMPLED = SamplingParams(max_new_tokens=20, seed=7, logprobs=0)
 
 
@@ -70,6 +78,7 @@ def build(
     dp: Group = SINGLE_RANK,
     callbacks: Sequence[EngineCallback] = (),
     replicate_kv_heads: bool = False,
+    graphs: GraphConfig | None = None,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`, or
@@ -88,7 +97,7 @@ def build(
         draft_config = draft_model.config
     method: Any = speculation if draft_config is None else "draft_model"
     drafts = SpeculationConfig(method=method)
-    config = EngineConfig(cache=cache, speculation=drafts, **engine)
+    config = EngineConfig(cache=cache, speculation=drafts, graphs=graphs or GraphConfig(), **engine)
     tp = model.tp_comm.group.size
     plan = plan_cache(
         model.config,
@@ -100,17 +109,32 @@ def build(
     )
     # as many blocks on all stages
     size = plan_pool(model.config, config, replace(plan, bytes_per_token=64), free_bytes=1 << 26)
+    graph_plan = plan_graphs(
+        config,
+        model,
+        plan,
+        max_model_len=size.max_model_len,
+        num_drafts=0 if method == "none" and proposer is None else MAX_DRAFT_TOKENS,
+        expert_group=expert_group,
+    )
     pool = PagedKVCache(
         plan,
         num_blocks=size.num_blocks,
         block_size=block_size,
         batch_invariant=config.batch_invariant,
-        has_padding=not model.tp_comm.invariant or expert_group.size > 1,
+        has_padding=graph_plan is not None or not model.tp_comm.invariant or expert_group.size > 1,
         groups=token_groups(model),
     )
     check_speculation(config, plan)
     host_pool = HostBlockPool(pool, num_host_blocks, CPU) if num_host_blocks else None
-    runner = ModelRunner(model, pool, link=link, expert_group=expert_group, host_pool=host_pool)
+    runner = ModelRunner(
+        model,
+        pool,
+        link=link,
+        expert_group=expert_group,
+        host_pool=host_pool,
+        graphs=graph_plan,
+    )
     generator = TextGenerator(
         model,
         tokenizer,
@@ -121,7 +145,7 @@ def build(
         replicate_kv_heads=replicate_kv_heads,
     )
     speculator = build_speculator(generator, config, runner, plan_draft_cache(generator, config))
-    lengths = DraftLengthController(5, measures_time=False)
+    lengths = DraftLengthController(MAX_DRAFT_TOKENS, measures_time=False)
     if speculator is not None:  # the number of drafts does not depend on measured times
         speculator.lengths = lengths
     if proposer is not None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.config.serve import SpeculationConfig
+from megalith.config.serve import GraphConfig, SpeculationConfig
 from megalith.config.server import ServeRun
 from megalith.config.tree import apply_overrides
 from megalith.megatron.parse import MegatronFlag, known_flags, mapped_flags, unmapped_flags
@@ -104,6 +104,41 @@ def test_draft_tokens_are_those_of_the_mtp_layers() -> None:
     done = serve("--num-speculative-tokens 2")
     assert done.run is not None
     assert done.run.engine.speculation == SpeculationConfig(method="mtp", num_draft_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "graphs"),
+    [
+        (f"{DYNAMIC}-num-cuda-graphs 16", GraphConfig(num_buckets=16)),
+        (f"{DYNAMIC}-num-cuda-graphs -1 --cuda-graph-impl local", GraphConfig()),
+        ("--cuda-graph-impl none", GraphConfig(mode="none")),
+        ("--inference-cuda-graph-scope none", GraphConfig(mode="none")),
+        ("--inference-cuda-graph-scope block --decode-only-cuda-graphs", GraphConfig()),
+        (
+            "--inference-cuda-graph-max-tokens 300 "
+            f"{DYNAMIC}-cuda-graph-sizing-distribution linear",
+            GraphConfig(prefills="mixed", max_tokens=300, distribution="linear"),
+        ),
+        (
+            f"--inference-cuda-graph-all-prefills {DYNAMIC}-cuda-graph-max-tokens 300",
+            GraphConfig(prefills="all"),
+        ),
+    ],
+)
+def test_cuda_graphs_of_inference_are_translated(words: str, graphs: GraphConfig) -> None:
+    done = serve(words)
+    assert done.run is not None and done.run.engine.graphs == graphs
+    assert set(verdicts(done).values()) <= {"mapped", "already"}
+
+
+def test_cuda_graphs_of_training_are_reported() -> None:
+    done = serve("--cuda-graph-impl full_iteration")
+    assert verdicts(done) == {"--cuda-graph-impl": "already"}
+    done = serve(f"{DYNAMIC}-cuda-graph-mixed-prefill-count 4")
+    (entry,) = done.entries
+    assert entry.verdict == "explained" and "1, 2, 4, ... prompts" in entry.text
+    (problem,) = serve(f"{DYNAMIC}-num-cuda-graphs 0").problems
+    assert problem.startswith("engine.graphs.num_buckets=0 must be at least 1")
 
 
 def test_tensor_parallel_model_is_served_by_several_processes() -> None:

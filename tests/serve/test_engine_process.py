@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams
-from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
+from megalith.config.serve import CacheConfig, EngineConfig, GraphConfig, SpeculationConfig
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import ConfigError, DataError
@@ -473,6 +473,23 @@ def test_metrics_measure_the_latency_of_a_slow_model(
     assert value("time_to_first_token_seconds_sum") == 0.25
     assert value("inter_token_latency_seconds_count") == 5
     assert value("inter_token_latency_seconds_sum") == 5 * 0.25
+
+
+def test_metrics_count_replayed_steps_by_bucket_and_others_by_reason(run: Path) -> None:
+    metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
+    config = EngineConfig(graphs=GraphConfig(mode="static_replay"), max_num_seqs=4)
+    llm = LLM(run, config=config, callbacks=[metrics])
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None and graphs.is_captured  # before the first request
+    for number in (1, 2):  # counters go on
+        llm.generate([[1, 2]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+        steps = llm.engine.runner.count_graph_steps()
+        text = metrics.render(llm.engine.scheduler.make_stats(), graph_steps=steps)
+        samples = [line for line in text.splitlines() if "_steps_total{" in line]
+        assert samples == [
+            f'megalith_graph_steps_total{{bucket="1x0x1",model_name="tiny"}} {5.0 * number}',
+            f'megalith_eager_steps_total{{model_name="tiny",reason="prefill"}} {1.0 * number}',
+        ]
 
 
 def test_metrics_count_drafts_by_position(run: Path) -> None:

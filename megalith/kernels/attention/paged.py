@@ -110,6 +110,11 @@ class PagedMetadata:
     ranks: TokenRanks | None = None
     """Ranks that store the other tokens; None: this rank stores all of them."""
 
+    is_static: bool = False
+    """Whether a graph replays the kernels with other rows. `lengths` are then upper bounds, and
+    kernels read the lengths from the tensors. Tokens after the last row are padding, whose output
+    is 0; rows may have no queries."""
+
     @property
     def shard(self) -> TokenShard:
         """The tokens that this rank stores."""
@@ -307,7 +312,11 @@ def _attend(
         return _gathered(paged, metadata, scores, sinks, reference_attention)
     backend = select_paged_backend(paged, kernel)
     kernels: dict[PagedBackend, PagedKernel] = {"numba": _numba, "triton": _triton}
-    attend: PagedFunction = partial(_attend_sharded, kernels.get(backend, _torch))
+    kernel_of_step = kernels.get(backend, _torch)
+    if metadata.is_static:
+        static_kernel = _triton if backend == "triton" else _torch_static
+        return _attend_sharded(static_kernel, paged, metadata, scores, sinks)
+    attend: PagedFunction = partial(_attend_sharded, kernel_of_step)
     is_prefill = [queries > MAX_KERNEL_QUERIES for queries, _ in metadata.lengths]
     if batch_invariant or kernel != "auto" or not any(is_prefill):
         return attend(paged, metadata, scores, sinks)
@@ -610,6 +619,26 @@ class _KeyPositions(NamedTuple):
         mask &= is_key.unsqueeze(1)
         return _KeyPositions(blocks, stored % metadata.block_size, is_key, mask)
 
+    @staticmethod
+    def of_tokens(
+        rows: Tensor, own: Tensor, metadata: PagedMetadata, scores: Scores
+    ) -> "_KeyPositions":
+        """Return the slots of the keys that each token sees, from tensors: `rows` int64 [t], `own`
+        int64 [t]: its position, negative for padding. [t, keys], for one query each."""
+        shard, tables = metadata.shard, metadata.block_tables
+        num_keys = tables.shape[1] * metadata.block_size
+        stored = torch.arange(num_keys, device=tables.device).unsqueeze(0)
+        keys, own = stored * shard.num_ranks + shard.rank, own.unsqueeze(1)
+        is_key = keys <= own
+        if scores.window is not None:
+            first = own - scores.window + 1
+            if scores.chunked:
+                first = own.div(scores.window, rounding_mode="floor") * scores.window
+            is_key &= keys >= first
+        blocks = tables.repeat_interleave(metadata.block_size, dim=1)[rows].long()
+        offsets = (stored % metadata.block_size).expand_as(is_key)
+        return _KeyPositions(blocks.where(is_key, 0), offsets, is_key, is_key.unsqueeze(1))
+
     def gather(self, cache: KVBlocks, dtype: torch.dtype) -> Tensor:
         """Return keys or values [rows, g, keys, d]; 0 for padding, whose block may hold NaN."""
         gathered = cache.read(self.blocks, self.offsets, dtype)
@@ -658,6 +687,29 @@ def _attend_batch(
         out = torch.cat([out, s.logsumexp(-1, keepdim=True)], dim=-1)
     out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out if is_partial else out.to(paged.queries[0].dtype)
+
+
+def _torch_static(
+    paged: PagedKeys,
+    metadata: PagedMetadata,
+    scores: Scores,
+    sinks: Tensor | None,
+    *,
+    is_partial: bool = False,
+) -> Tensor:
+    """Attention of each token to as many keys as a block table has, by operations whose shapes
+    depend on no length, so that a graph can replay them."""
+    tokens = torch.arange(len(paged.queries[0]), device=paged.queries[0].device)
+    ends = metadata.cu_seqlens_q[1:].long()
+    rows = torch.searchsorted(ends, tokens, right=True)
+    is_token = rows < len(ends)
+    rows = rows.where(is_token, 0)
+    own = metadata.kv_lengths.long()[rows] - (ends[rows] - tokens)
+    positions = _KeyPositions.of_tokens(rows, own.where(is_token, -1), metadata, scores)
+    out = _attend_batch(
+        paged, tokens.unsqueeze(1), positions, scores, sinks, is_partial=is_partial
+    ).squeeze(1)
+    return out.masked_fill(~is_token[:, None, None], 0)
 
 
 # --- triton

@@ -18,6 +18,12 @@ from typing import Literal
 from megalith.errors import DataError, PlanError
 from megalith.plan.serving.block_allocator import BlockCopy
 from megalith.plan.serving.cache_layout import AttentionView
+from megalith.plan.serving.graph_buckets import (
+    BatchDimensions,
+    add_prefill,
+    match_bucket,
+    snap_chunk,
+)
 from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.prefix_cache import PrefixHit
 from megalith.plan.serving.sequence_state import SequenceState
@@ -67,6 +73,9 @@ class SchedulerConfig:
 
     batching: Literal["continuous", "static"] = "continuous"
     """static: new sequences are admitted only when no sequence has a row."""
+
+    buckets: tuple[BatchDimensions, ...] = ()
+    """Buckets of graphs that steps with prefills are planned for; empty: none."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -178,6 +187,9 @@ class SchedulerStats:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     """Accepted draft tokens by position."""
 
+    num_deferred_prefills: int = 0
+    """Times that a prompt was not admitted because no graph has a bucket for its batch."""
+
     @property
     def num_draft_tokens(self) -> int:
         """Number of draft tokens."""
@@ -214,6 +226,7 @@ class Scheduler:
         self._num_forks = 0
         self._num_preemptions = 0
         self._num_drafts = 0
+        self._num_deferred = 0
         self._num_drafted: list[int] = []  # by position among the drafts of a row
         self._num_accepted: list[int] = []
         self.holds_new = False
@@ -477,6 +490,7 @@ class Scheduler:
             num_drafts=self._num_drafts,
             num_draft_tokens_per_pos=tuple(self._num_drafted),
             num_accepted_tokens_per_pos=tuple(self._num_accepted),
+            num_deferred_prefills=self._num_deferred,
         )
 
     def check(self) -> None:
@@ -620,6 +634,10 @@ class Scheduler:
         smallest = self._find_smallest_chunk(limit)
         if wanted < smallest:
             return
+        if self.config.buckets and not is_reserved and wanted < limit:
+            wanted = snap_chunk(
+                self.config.buckets, self._dimensions, smallest=smallest, largest=wanted
+            )
         while (num_fitting := self.cache.count_fitting_tokens(state)) < smallest:
             victim = self._running[-1]
             if (victim is state and num_fitting > 0) or victim.awaits_token:
@@ -723,6 +741,9 @@ class Scheduler:
         hit = self.cache.find_hit(state)
         if not self._has_budget(state, hit):
             return False
+        if self._has_rows and not self._has_bucket(state, hit):
+            self._num_deferred += 1
+            return False
         if self._count_missing_blocks(state, hit) > headroom:
             state.failed_headroom = headroom
             return False
@@ -763,6 +784,24 @@ class Scheduler:
             return True
         limit = self._find_chunk_limit(state, hit.num_blocks * self.config.block_size)
         return min(limit, self._prefill_budget) >= self._find_smallest_chunk(limit)
+
+    @property
+    def _dimensions(self) -> BatchDimensions:
+        """The decodes of the step, without drafts, and the prefills that are planned so far."""
+        num_decodes = self._num_reserved_tokens
+        num_tokens = num_decodes + self._num_prefill_tokens
+        return BatchDimensions(num_tokens, len(self._prefills), num_decodes)
+
+    def _has_bucket(self, state: SequenceState, hit: PrefixHit) -> bool:
+        """Return whether a graph covers the step with a waiting sequence; without graphs of
+        prefills, True."""
+        buckets = self.config.buckets
+        if not buckets:
+            return True
+        limit = self._find_chunk_limit(state, hit.num_blocks * self.config.block_size)
+        count = min(limit, max(self._prefill_budget, 1))
+        match = match_bucket(buckets, add_prefill(self._dimensions, count))
+        return not isinstance(match, str)
 
     def _fits(self, state: SequenceState, hit: PrefixHit) -> bool:
         return self._count_missing_blocks(state, hit) <= self._count_free_blocks(self._running)
