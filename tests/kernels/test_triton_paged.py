@@ -54,7 +54,7 @@ SCORES = {
 LENGTHS = [(1, 40), (0, 9), (3, 20), (9, 9)]
 """Decoding, a row without queries, drafts, a prefill."""
 
-SEGMENT = 16
+SEGMENT = 32
 """Tokens per segment in the interpreter, so that few keys have several segments."""
 
 SPLIT, WHOLE = 1 << 20, 0
@@ -126,7 +126,7 @@ def slow(*values: Any) -> Any:  # a ParameterSet of pytest
 
 
 QUICK = {
-    *(("full", SPLIT), ("window", WHOLE), ("chunked", SPLIT), ("softcap", WHOLE)),
+    *(("full", SPLIT), ("window", WHOLE), ("chunked", WHOLE), ("softcap", WHOLE)),
     ("off_by_one", SPLIT),
 }
 CASES = [
@@ -158,7 +158,7 @@ def test_odd_shapes_match_the_reference(shape: tuple[int, int, int, int]) -> Non
     check(build(**sizes, block_size=1, lengths=[(1, 20), (9, 11)]), SCORES["full"])
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT, slow(HALF)])
+@pytest.mark.parametrize("dtype", [slow(BFLOAT), slow(HALF)])
 def test_narrow_dtypes_match_the_reference(dtype: torch.dtype) -> None:
     check(build(dtype=dtype), SCORES["full"], torch.zeros(3, dtype=dtype))
 
@@ -279,9 +279,9 @@ def test_query_has_the_same_bits_in_every_step(name: str, monkeypatch: pytest.Mo
 
 
 def test_row_has_the_same_bits_in_every_batch() -> None:
-    step = build(lengths=[(1, 20), (2, 37), (1, 5)])
+    step = build(lengths=[(1, 10), (2, 37), (1, 5)])
     batch, tables = run(step, SCORES["full"]), step.metadata.block_tables
-    for row, (first, length) in enumerate(((0, (1, 20)), (1, (2, 37)), (3, (1, 5)))):
+    for row, (first, length) in enumerate(((0, (1, 10)), (1, (2, 37)), (3, (1, 5)))):
         alone = build_paged_metadata(tables[row : row + 1], [length], 3)
         part = replace(step, q=step.q[first : first + length[0]], metadata=alone)
         assert_equals("row", run(part, SCORES["full"]), batch[first : first + length[0]], EXACT)
