@@ -5,8 +5,10 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import combinations, count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -381,6 +383,38 @@ def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_missing() == f"torch.distributed._no_such_memory in torch {torch.__version__}"
     monkeypatch.setattr(nvls, "has_triton", lambda: False)
     assert find_missing() == "Triton"
+
+
+@pytest.mark.parametrize("address", [0, 4096])
+def test_memory_without_a_multicast_address_is_no_buffer(
+    address: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = SimpleNamespace(multicast_ptr=address, barrier=lambda: None)
+    module = import_module("torch.distributed._symmetric_memory")
+    monkeypatch.setattr(module, "empty", torch.empty)
+    monkeypatch.setattr(module, "rendezvous", lambda memory, name: handle)
+    group = replace(single_rank_group("tp"), name="tp")
+    buffer = nvls.allocate_multicast_buffer(group, CPU, 64)
+    assert (buffer is None) == (address == 0)
+    if buffer is not None:
+        assert (buffer.memory.numel(), buffer.memory.dtype) == (64, torch.uint8)
+        assert (buffer.multicast_address, buffer.barrier) == (4096, handle.barrier)
+
+
+def test_one_shot_limit_is_measured_with_messages_of_every_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[tuple[int, bool]] = []
+
+    def time_all_reduce(subject: NvlsCollectives, x: Tensor, *, one_shot: bool) -> float:
+        measured.append((x.nbytes, one_shot))
+        return x.nbytes / (1 << 15) if one_shot else 2.0
+
+    monkeypatch.setattr(nvls, "_time_all_reduce", time_all_reduce)
+    buffer = MulticastBuffer(torch.empty(64, dtype=torch.uint8), 1, lambda: None)
+    subject = NvlsCollectives(single_rank_group("tp"), buffer)
+    assert nvls.measure_one_shot_limit(subject, CPU) == 1 << 16
+    assert measured == [(size, one) for size in nvls.ONE_SHOT_SIZES for one in (True, False)]
 
 
 @pytest.mark.parametrize(
