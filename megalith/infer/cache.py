@@ -405,6 +405,14 @@ class PagedKVCache:
         """Bytes of the allocated blocks."""
         return sum(pool.num_bytes for pool in self._pool.values())
 
+    def list_tensors(self) -> list[Tensor]:
+        """Return the allocated blocks: data and scales [blocks, ...] of all slots."""
+        return [part for pool in self._pool.values() for part in pool if part is not None]
+
+    def list_states(self) -> list[Tensor]:
+        """Return the recurrent states of all sequences."""
+        return list(self._states.values())
+
     def layers(self, step: "StepBlocks") -> list[LayerCache]:
         """Return the layer caches of a forward pass, one per attention of the model."""
         return [

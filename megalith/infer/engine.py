@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +25,7 @@ from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import (
     Completion,
+    EngineCallback,
     PromptLogprobs,
     RequestOutput,
     StepResults,
@@ -52,7 +52,9 @@ from megalith.infer.requests import (
     InFlightStep,
     Request,
     RequestChoice,
+    deadline_error,
     make_sample_row,
+    replay_tokens,
 )
 from megalith.infer.runner import NO_PROMPT_OUTPUTS, ModelRunner, PromptOutputs, StepLogits
 from megalith.infer.sample import (
@@ -67,36 +69,20 @@ from megalith.infer.structured_output import (
     GrammarCompiler,
     GrammarError,
 )
+from megalith.infer.suspend import EngineMemory
 from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.plan.keys import key
+from megalith.plan.serving.engine_state import KVCacheMode, Suspension
 from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.scheduler import (
     BlockCopy,
     PlannedRow,
     Scheduler,
-    SchedulerStats,
     SequenceState,
     StepPlan,
 )
 
 logger = logging.getLogger(__name__)
-
-
-class EngineCallback(Protocol):
-    """Observes an engine: metrics, access log, timeline. Methods are called by the engine's thread
-    and must not block."""
-
-    def on_request(self, request: RequestOutput) -> None:
-        """A request was added."""
-
-    def on_step(self, plan: StepPlan, stats: SchedulerStats, seconds: float) -> None:
-        """A step was executed."""
-
-    def on_token(self, output: TokenOutput) -> None:
-        """A token was generated."""
-
-    def on_finish(self, request: RequestOutput) -> None:
-        """All choices of a request are finished."""
 
 
 class _RowFailure(NamedTuple):
@@ -152,11 +138,16 @@ class InferenceEngine:
         """Number of weight updates so far."""
         self._updater = WeightUpdater(model) if updater is None else updater
         self._outputs: list[TokenOutput] = []
-        """Outputs during a weight update, which the next step returns."""
+        """Outputs during a weight update or a suspension, which the next step returns."""
         self._requests: dict[int, Request] = {}
         self._choices: dict[int, RequestChoice] = {}
         """By sequence number, under which the scheduler knows a choice."""
         self._num_requests = self._num_sequences = 0
+        drafts = [] if speculator is None else [speculator.proposer.list_memory]
+        allocator = self.scheduler.cache.allocator
+        self._memory = EngineMemory(
+            [partial(runner.list_memory, allocator), *drafts], self._updater.ranks
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -283,14 +274,22 @@ class InferenceEngine:
 
         Collective over the ranks that share the model, and over those of a training mesh. The new
         weights are checked first. If they cannot be read any more after that, the old ones are read
-        again from their files; if that fails too, all requests fail until the next update.
+        again from their files; if that fails too, all requests fail until the next update. A
+        suspended engine gets its weights back on the device before that.
 
         Raises:
             CheckpointError: on every rank: the new weights cannot be used.
-            ConfigError: the mode is unknown, or adapters are loaded.
+            ConfigError: the mode is unknown, or not possible while suspended, or adapters are
+                loaded.
+            EngineMemoryError: as of `wake_up`.
         """
         check_update_mode(mode)
-        self._check_adapters_allow(source)
+        if self.is_suspended:
+            is_busy = self.runner.is_any_rank_busy(not self.is_drained)
+            self._memory.check_update(mode, has_started=is_busy)
+        if self.runner.adapters is not None:
+            self.runner.adapters.check_update(source)
+        self._memory.restore_weights()
         update = self._updater.prepare(source)
         if mode == "drain":
             self._finish_requests()
@@ -308,29 +307,13 @@ class InferenceEngine:
         if mode == "recompute":
             self._recompute_requests()
         if self.runner.adapters is not None and isinstance(update, WeightReading):
-            assert update.source is not None, "checked by _check_adapters_allow"
+            assert update.source is not None, "checked by check_update"
             self.runner.adapters.set_source(update.source)
 
     @property
     def is_drained(self) -> bool:
         """Whether no request has started and is unfinished."""
         return not self.scheduler.has_started and not self._in_flight
-
-    def _check_adapters_allow(self, source: WeightSource) -> None:
-        adapters = self.runner.adapters
-        if adapters is None:
-            return
-        if not adapters.is_empty:
-            raise ConfigError(
-                f"max_adapters={self.config.max_adapters}: adapters are loaded or in use, which "
-                "belong to the old weights. Unload them, update the weights when their requests "
-                "are finished, and load adapters of the new weights."
-            )
-        if not isinstance(source, str | Path):
-            raise ConfigError(
-                f"max_adapters={self.config.max_adapters}: adapters are compared with the files of "
-                "the weights. Update from a path, or set max_adapters to 0."
-            )
 
     def _finish_requests(self) -> None:
         """Execute steps until the requests that have started are finished, on all ranks that share
@@ -357,18 +340,76 @@ class InferenceEngine:
             if request.pooler is not None:
                 request.pooler = HiddenStatePooler(request.pooler.pooling)
 
+    # --- suspension
+
+    def suspend(self, *, kv_cache: KVCacheMode = "offload", offload_weights: bool = False) -> None:
+        """Release device memory until `wake_up`. Collective over the ranks that share the model,
+        and over those that share experts. Without effect if the engine is suspended in this way.
+
+        The KV cache stays (`persist`), is copied to host memory (`offload`), or is dropped, and
+        requests in flight are prefilled again (`recompute`); `offload_weights`: the weights of the
+        model, of a draft model and of adapters are copied to host memory. Requests may be added and
+        aborted, and wait.
+
+        Raises:
+            ConfigError: there is no such mode.
+            EngineMemoryError: the host memory does not suffice; the engine is not suspended.
+            InvalidStateError: the engine is suspended in another way.
+        """
+        suspension = Suspension(kv_cache, offload_weights)
+        self._memory.check_suspend(suspension)
+        if self.is_suspended:
+            return
+        self._finish_steps()
+        if kv_cache == "recompute":
+            self._recompute_requests()
+            self.scheduler.reset_prefix_cache()
+            for number in self._choices:
+                self.runner.cache.drop_states(number)
+                if self._speculator is not None:
+                    self._speculator.proposer.release(number)
+        self._memory.release(suspension)
+
+    def wake_up(self) -> None:
+        """Restore the device memory after `suspend`. Collective as `suspend`. Without effect if the
+        engine is not suspended.
+
+        Raises:
+            EngineMemoryError: the device memory does not suffice; the engine is still suspended.
+        """
+        self._memory.restore()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the engine has released device memory, and executes no steps."""
+        return self._memory.suspension is not None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._outputs) or (self.has_unfinished and not self.is_suspended)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The first deadline of a request, on the monotonic clock."""
+        requests = self._requests.values()
+        return min((each.deadline for each in requests if each.deadline is not None), default=None)
+
     # --- steps
 
     def step(self) -> list[TokenOutput]:
         """Execute one step; returns the generated tokens. Without anything to schedule it returns
         at once. Pipeline stages start a step, and return the tokens of an earlier one. Ranks that
-        share experts execute as many steps as the one with most requests.
+        share experts execute as many steps as the one with most requests. While suspended it only
+        ends requests whose deadline has passed: loop while `can_step`.
 
         An error fails the requests whose rows caused it, or all of the step if it is not known
         which; the others continue.
         """
         outputs, self._outputs = self._outputs, []
         outputs += self._expire()
+        if self.is_suspended:
+            return outputs
         is_started = self._start_step(outputs)
         if self._in_flight and not (is_started and len(self._in_flight) < self.runner.num_stages):
             self._finish_step(self._in_flight.popleft(), outputs)
@@ -532,28 +573,9 @@ class InferenceEngine:
             )
         choices = [self._new_choice(request, index, salt) for index in range(len(progress))]
         for choice, (token_ids, finish_reason) in zip(choices, progress, strict=True):
-            self._replay(choice, token_ids, has_ended=finish_reason is not None)
+            replay_tokens(choice, token_ids, has_ended=finish_reason is not None)
             choice.completion.finish_reason = finish_reason
         return choices
-
-    def _replay(self, choice: RequestChoice, token_ids: Sequence[int], *, has_ended: bool) -> None:
-        """Append tokens that another engine has generated, whose text its client has."""
-        choice.state.token_ids += token_ids
-        for token in token_ids:
-            if choice.grammar is not None and not has_ended:
-                choice.grammar.accept(token)
-            stop = choice.stopping.check(token)
-            output = TokenOutput(
-                choice.request.output.request_id, choice.completion.index, token, stop.text
-            )
-            choice.completion.add(output)
-            if stop.finish is not None and not has_ended:
-                raise DataError(
-                    f"progress[{choice.completion.index}]: the choice ends with its token "
-                    f"{token} ({stop.finish}). Pass its finish_reason."
-                )
-        if choice.counts is not None:
-            choice.counts.update(choice.completion.token_ids)
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the largest number of tokens that a choice of a request can have."""
@@ -917,11 +939,3 @@ class InferenceEngine:
             return self._end_request(request, "error", error=embedding)
         request.output.embedding = embedding
         return self._end_request(request, "stop")
-
-
-def deadline_error(deadline_s: float) -> str:
-    """Return the error of a request whose deadline has passed."""
-    return (
-        f"deadline_s={deadline_s}: the request was not finished in time. Use a longer deadline, or "
-        "fewer tokens."
-    )

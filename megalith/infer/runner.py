@@ -12,6 +12,7 @@ from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import PagedKVCache, StepBlocks
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
+from megalith.infer.suspend import DeviceMemory, list_weights
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
@@ -25,6 +26,7 @@ from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, Decoder, StageTensors
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
+from megalith.plan.serving.block_allocator import BlockAllocator
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
 
@@ -156,6 +158,12 @@ class ModelRunner:
         """Return whether this rank or one that shares experts with it is busy. Collective."""
         flag = torch.tensor([int(is_busy)])
         return bool(all_reduce_max_(flag, self._expert_group).item())
+
+    def list_memory(self, allocator: BlockAllocator) -> DeviceMemory:
+        """Return the tensors in device memory; `allocator`: of the blocks of the cache."""
+        adapters = [] if self.adapters is None else self.adapters.list_tensors()
+        weights = [*list_weights(self.model), *adapters]
+        return DeviceMemory(weights, [(self.cache, allocator)], self.cache.list_states())
 
     def close(self) -> None:
         """Wait until everything is sent to other stages, before the process group is destroyed."""
