@@ -25,6 +25,7 @@ from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.infer import engine
 from megalith.infer.llm import LLM
+from megalith.infer.suspend import ReleasedStorage
 from megalith.plan.serving.request_routing import compute_block_keys
 from megalith.serve import metrics as serving_metrics
 from megalith.serve import transport
@@ -334,6 +335,55 @@ def test_paused_engine_does_not_drain(peer: Peer, new_run: Path) -> None:
     assert replies[1]["status"] == 400
     assert "mode=drain: the server is paused, so the requests in flight" in replies[1]["error"]
     assert replies[2] == {"weight_version": 1}
+
+
+def test_drain_of_a_suspended_engine_finishes_requests(peer: Peer) -> None:
+    suspension = {"kv_cache": "offload", "offload_weights": True}
+    peer.send(EngineCall(1, "suspend", suspension))
+    assert peer.receive() == Reply(1, {})
+    assert peer.call(2, "stats")["state"] == "suspended"
+    peer.send(request(1, deadline_s=0.01))
+    message = peer.receive()  # deadlines pass
+    assert isinstance(message, StepOutputs) and TokenUpdate(*message.updates[0]).is_timeout
+    peer.send(request(2))
+    peer.send(EngineCall(3, "drain"))
+    peer.send(EngineCall(4, "suspend", suspension))
+    updates: list[TokenUpdate] = []
+    replies: list[Reply] = []
+    while len(replies) < 2:
+        message = peer.receive()
+        if isinstance(message, StepOutputs):
+            updates += [TokenUpdate(*item) for item in message.updates]
+        else:
+            assert isinstance(message, Reply)
+            replies.append(message)
+    assert [each.call_id for each in replies] == [4, 3]
+    assert replies[0].result["status"] == 409
+    assert "suspend: the server is shutting down" in replies[0].result["error"]
+    assert len(updates) == 3 and updates[-1].finish_reason == "length"
+
+
+def test_drain_fails_requests_if_the_engine_cannot_wake_up(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer.send(EngineCall(1, "suspend", {"kv_cache": "offload", "offload_weights": True}))
+    assert peer.receive() == Reply(1, {})
+    peer.send(request(2))
+
+    def fail(self: ReleasedStorage) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReleasedStorage, "allocate", fail)
+        peer.send(EngineCall(3, "wake_up"))
+        reply = peer.receive()
+        assert isinstance(reply, Reply) and reply.result["status"] == 503
+        assert peer.call(4, "stats")["state"] == "suspended"
+        peer.send(EngineCall(5, "drain"))
+        _, (update,) = peer.read_request()
+        assert update.finish_reason == "error"
+        assert "wake_up: the device memory does not suffice" in str(update.error)
+        assert peer.receive() == Reply(5, {})
 
 
 def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:
