@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megalith.hf.pretrained import (
     open_adapters,
     read_base_record,
 )
+from megalith.infer.refit import WeightSource
 from megalith.models.decoder import Decoder
 from megalith.nn.batched_lora import AdapterGroup, BatchedLora, LoraMatrices, StepAdapters
 from megalith.parallel.group import Group, raise_on_all_ranks
@@ -116,6 +118,33 @@ class AdapterManager:
     def is_empty(self) -> bool:
         """Whether no adapter is loaded, and no request in flight has one."""
         return not self._names and not self._in_memory
+
+    def list_tensors(self) -> list[Tensor]:
+        """Return the matrices of the adapters in memory."""
+        return [
+            tensor
+            for adapter in self._in_memory.values()
+            for matrices in adapter.matrices.values()
+            for tensor in (matrices.a, *(columns.b for columns in matrices.columns))
+        ]
+
+    def check_update(self, source: WeightSource) -> None:
+        """Check that the weights of the model can be updated.
+
+        Raises:
+            ConfigError: adapters are loaded, or new ones could not be compared with the weights.
+        """
+        if not self.is_empty:
+            raise ConfigError(
+                f"max_adapters={self._max_adapters}: adapters are loaded or in use, which "
+                "belong to the old weights. Unload them, update the weights when their requests "
+                "are finished, and load adapters of the new weights."
+            )
+        if not isinstance(source, str | Path):
+            raise ConfigError(
+                f"max_adapters={self._max_adapters}: adapters are compared with the files of "
+                "the weights. Update from a path, or set max_adapters to 0."
+            )
 
     def set_source(self, source: Pretrained) -> None:
         """Set the present weights of the model, with which later adapters are compared."""
@@ -339,7 +368,7 @@ class AdapterManager:
                     f"{list(shard.shape)}. Use adapters of this model."
                 )
             local = value[tuple(slice(*span) for span in shard.box)]
-            return local.reshape(shard.matrix_shape).to(device, self._model.dtype)
+            return local.reshape(shard.matrix_shape).to(device, self._model.dtype, copy=True)
 
         matrices: dict[str, LoraMatrices] = {}
         for module in self._model.modules():

@@ -28,11 +28,12 @@ from megalith.infer.cache import (
     token_groups,
 )
 from megalith.infer.draft_model import DraftModelProposer
-from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.graphs import plan_graphs
 from megalith.infer.kv_offload import HostBlockPool, count_host_block_bytes, plan_host_blocks
 from megalith.infer.load import TextGenerator
 from megalith.infer.mtp_drafts import MTPProposer, plan_mtp_cache
+from megalith.infer.outputs import EngineCallback
 from megalith.infer.refit import WeightUpdater
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (

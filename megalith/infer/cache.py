@@ -428,6 +428,14 @@ class PagedKVCache:
         """Whether there is a block for padding, after the others."""
         return self._has_padding
 
+    def list_tensors(self) -> list[Tensor]:
+        """Return the allocated blocks: data and scales [blocks, ...] of all slots."""
+        return [part for pool in self._pool.values() for part in pool if part is not None]
+
+    def list_states(self) -> list[Tensor]:
+        """Return the recurrent states of all sequences."""
+        return list(self._states.values())
+
     def layers(self, step: "StepTables") -> list[LayerCache]:
         """Return the layer caches of a forward pass, one per attention of the model."""
         return [

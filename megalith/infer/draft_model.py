@@ -12,6 +12,8 @@ from megalith.infer.cache import PagedKVCache
 from megalith.infer.runner import ModelRunner
 from megalith.infer.sample import SampleRow, sample_tokens
 from megalith.infer.speculative import DraftRow
+from megalith.infer.suspend import DeviceMemory
+from megalith.plan.serving.block_allocator import BlockAllocator
 from megalith.plan.serving.kv_cache_manager import KVCacheManager
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 
@@ -32,6 +34,11 @@ class DraftCache:
             prefix_caching=False,
         )
         self.states: dict[int, SequenceState] = {}
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The blocks in use."""
+        return self._manager.allocator
 
     def open(self, seq_id: int) -> SequenceState:
         """Return the state of a sequence, which is new or continued."""
@@ -85,6 +92,10 @@ class DraftModelProposer:
     def release(self, seq_id: int) -> None:
         """Release the blocks of a sequence."""
         self._cache.release(seq_id)
+
+    def list_memory(self) -> DeviceMemory:
+        """Return the tensors of the draft model and its KV cache."""
+        return self._runner.list_memory(self._cache.allocator)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return the drafts of each row; none where the context or the KV cache of the draft model

@@ -10,13 +10,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import torch
 
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.config.serve import EngineConfig, Pooling
@@ -26,6 +21,7 @@ from megalith.infer.adapters import AdapterManager
 from megalith.infer.cache import scheduler_config
 from megalith.infer.outputs import (
     Completion,
+    EngineCallback,
     PromptLogprobs,
     RequestOutput,
     StepResults,
@@ -52,58 +48,37 @@ from megalith.infer.requests import (
     InFlightStep,
     Request,
     RequestChoice,
+    deadline_error,
     make_sample_row,
+    replay_tokens,
 )
-from megalith.infer.runner import NO_PROMPT_OUTPUTS, ModelRunner, PromptOutputs, StepLogits
+from megalith.infer.runner import ModelRunner
 from megalith.infer.sample import (
     SampledToken,
     TokenCounts,
     encode_bad_words,
 )
 from megalith.infer.speculative import DraftRow, PipelineSpeculator, Speculator
+from megalith.infer.step_execution import RowFailure, StepExecutor
 from megalith.infer.step_results import compute_results, make_draft_rows
 from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
 from megalith.infer.structured_output import (
     GrammarCompiler,
     GrammarError,
 )
+from megalith.infer.suspend import EngineMemory
 from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.plan.keys import key
+from megalith.plan.serving.engine_state import KVCacheMode, Suspension
 from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.scheduler import (
-    BlockCopy,
     PlannedRow,
     Scheduler,
-    SchedulerStats,
     SequenceState,
     StepPlan,
 )
 
 logger = logging.getLogger(__name__)
-
-
-class EngineCallback(Protocol):
-    """Observes an engine: metrics, access log, timeline. Methods are called by the engine's thread
-    and must not block."""
-
-    def on_request(self, request: RequestOutput) -> None:
-        """A request was added."""
-
-    def on_step(self, plan: StepPlan, stats: SchedulerStats, seconds: float) -> None:
-        """A step was executed."""
-
-    def on_token(self, output: TokenOutput) -> None:
-        """A token was generated."""
-
-    def on_finish(self, request: RequestOutput) -> None:
-        """All choices of a request are finished."""
-
-
-class _RowFailure(NamedTuple):
-    """A row whose request fails, with the error."""
-
-    row: PlannedRow
-    error: BaseException
 
 
 class InferenceEngine:
@@ -159,11 +134,18 @@ class InferenceEngine:
         """Number of weight updates so far."""
         self._updater = WeightUpdater(model) if updater is None else updater
         self._outputs: list[TokenOutput] = []
-        """Outputs during a weight update, which the next step returns."""
+        """Outputs during a weight update or a suspension, which the next step returns."""
         self._requests: dict[int, Request] = {}
         self._choices: dict[int, RequestChoice] = {}
         """By sequence number, under which the scheduler knows a choice."""
+        self._executor = StepExecutor(runner, self.scheduler, self._choices)
         self._num_requests = self._num_sequences = 0
+        proposer = None if speculator is None else speculator.proposer
+        drafts = [] if proposer is None else [proposer.list_memory]
+        allocator = self.scheduler.cache.allocator
+        self._memory = EngineMemory(
+            [partial(runner.list_memory, allocator), *drafts], self._updater.ranks
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -294,14 +276,22 @@ class InferenceEngine:
 
         Collective over the ranks that share the model, and over those of a training mesh. The new
         weights are checked first. If they cannot be read any more after that, the old ones are read
-        again from their files; if that fails too, all requests fail until the next update.
+        again from their files; if that fails too, all requests fail until the next update. A
+        suspended engine gets its weights back on the device before that.
 
         Raises:
             CheckpointError: on every rank: the new weights cannot be used.
-            ConfigError: the mode is unknown, or adapters are loaded.
+            ConfigError: the mode is unknown, or not possible while suspended, or adapters are
+                loaded.
+            EngineMemoryError: as of `wake_up`.
         """
         check_update_mode(mode)
-        self._check_adapters_allow(source)
+        if self.is_suspended:
+            is_busy = self.runner.is_any_rank_busy(not self.is_drained)
+            self._memory.check_update(mode, has_started=is_busy)
+        if self.runner.adapters is not None:
+            self.runner.adapters.check_update(source)
+        self._memory.restore_weights()
         update = self._updater.prepare(source)
         if mode == "drain":
             self._finish_requests()
@@ -319,29 +309,13 @@ class InferenceEngine:
         if mode == "recompute":
             self._recompute_requests()
         if self.runner.adapters is not None and isinstance(update, WeightReading):
-            assert update.source is not None, "checked by _check_adapters_allow"
+            assert update.source is not None, "checked by check_update"
             self.runner.adapters.set_source(update.source)
 
     @property
     def is_drained(self) -> bool:
         """Whether no request has started and is unfinished."""
         return not self.scheduler.has_started and not self._in_flight
-
-    def _check_adapters_allow(self, source: WeightSource) -> None:
-        adapters = self.runner.adapters
-        if adapters is None:
-            return
-        if not adapters.is_empty:
-            raise ConfigError(
-                f"max_adapters={self.config.max_adapters}: adapters are loaded or in use, which "
-                "belong to the old weights. Unload them, update the weights when their requests "
-                "are finished, and load adapters of the new weights."
-            )
-        if not isinstance(source, str | Path):
-            raise ConfigError(
-                f"max_adapters={self.config.max_adapters}: adapters are compared with the files of "
-                "the weights. Update from a path, or set max_adapters to 0."
-            )
 
     def _finish_requests(self) -> None:
         """Execute steps until the requests that have started are finished, on all ranks that share
@@ -368,18 +342,77 @@ class InferenceEngine:
             if request.pooler is not None:
                 request.pooler = HiddenStatePooler(request.pooler.pooling)
 
+    # --- suspension
+
+    def suspend(self, *, kv_cache: KVCacheMode = "offload", offload_weights: bool = False) -> None:
+        """Release device memory until `wake_up`. Collective over the ranks that share the model,
+        and over those that share experts. Without effect if the engine is suspended in this way.
+
+        The KV cache stays (`persist`), is copied to host memory (`offload`), or is dropped, and
+        requests in flight are prefilled again (`recompute`); `offload_weights`: the weights of the
+        model, of a draft model and of adapters are copied to host memory. Requests may be added and
+        aborted, and wait.
+
+        Raises:
+            ConfigError: there is no such mode.
+            EngineMemoryError: the host memory does not suffice; the engine is not suspended.
+            InvalidStateError: the engine is suspended in another way.
+        """
+        suspension = Suspension(kv_cache, offload_weights)
+        self._memory.check_suspend(suspension)
+        if self.is_suspended:
+            return
+        self._finish_steps()
+        if kv_cache == "recompute":
+            self._recompute_requests()
+            self.scheduler.reset_prefix_cache()
+            for number in self._choices:
+                self.runner.cache.drop_states(number)
+                if self._speculator is not None and self._speculator.proposer is not None:
+                    self._speculator.proposer.release(number)
+        self.runner.reset_graphs()
+        self._memory.release(suspension)
+
+    def wake_up(self) -> None:
+        """Restore the device memory after `suspend`. Collective as `suspend`. Without effect if the
+        engine is not suspended.
+
+        Raises:
+            EngineMemoryError: the device memory does not suffice; the engine is still suspended.
+        """
+        self._memory.restore()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the engine has released device memory, and executes no steps."""
+        return self._memory.suspension is not None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._outputs) or (self.has_unfinished and not self.is_suspended)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The first deadline of a request, on the monotonic clock."""
+        requests = self._requests.values()
+        return min((each.deadline for each in requests if each.deadline is not None), default=None)
+
     # --- steps
 
     def step(self) -> list[TokenOutput]:
         """Execute one step; returns the generated tokens. Without anything to schedule it returns
         at once. Pipeline stages start a step, and return the tokens of an earlier one. Ranks that
-        share experts execute as many steps as the one with most requests.
+        share experts execute as many steps as the one with most requests. While suspended it only
+        ends requests whose deadline has passed: loop while `can_step`.
 
         An error fails the requests whose rows caused it, or all of the step if it is not known
         which; the others continue.
         """
         outputs, self._outputs = self._outputs, []
         outputs += self._expire()
+        if self.is_suspended:
+            return outputs
         is_started = self._start_step(outputs)
         if self._in_flight and not (is_started and len(self._in_flight) < self.runner.num_stages):
             self._finish_step(self._in_flight.popleft(), outputs)
@@ -394,7 +427,7 @@ class InferenceEngine:
         """Plan and execute a step on this stage; returns whether there is anything to execute."""
         drafts = self._propose_drafts()
         started = time.monotonic()
-        plan = self._transfer_blocks(
+        plan = self._executor.transfer_blocks(
             self.scheduler.schedule(drafts=drafts, max_rows=self._max_rows())
         )
         self._any_rank_is_busy, is_executed = self.runner.reduce_step_flags(
@@ -409,8 +442,8 @@ class InferenceEngine:
             if result.timings.scheduled is None:
                 result.timings.scheduled = started
                 result.num_cached_tokens = choice.state.num_cached_tokens
-        needs = self._find_prompt_outputs(plan)
-        logits, failures = self._execute(plan, needs)
+        needs = self._executor.find_prompt_outputs(plan)
+        logits, failures = self._executor.execute(plan, needs)
         for failure in failures:
             outputs += self._fail(failure)
         self.scheduler.complete(plan)
@@ -456,7 +489,7 @@ class InferenceEngine:
         if self._is_distributed and isinstance(error, Exception):
             raise error  # the other ranks would continue with these requests
         for row in step.plan.rows:
-            outputs += self._fail(_RowFailure(row, error))
+            outputs += self._fail(RowFailure(row, error))
         if not isinstance(error, Exception):
             raise error
 
@@ -552,28 +585,9 @@ class InferenceEngine:
             )
         choices = [self._new_choice(request, index, salt) for index in range(len(progress))]
         for choice, (token_ids, finish_reason) in zip(choices, progress, strict=True):
-            self._replay(choice, token_ids, has_ended=finish_reason is not None)
+            replay_tokens(choice, token_ids, has_ended=finish_reason is not None)
             choice.completion.finish_reason = finish_reason
         return choices
-
-    def _replay(self, choice: RequestChoice, token_ids: Sequence[int], *, has_ended: bool) -> None:
-        """Append tokens that another engine has generated, whose text its client has."""
-        choice.state.token_ids += token_ids
-        for token in token_ids:
-            if choice.grammar is not None and not has_ended:
-                choice.grammar.accept(token)
-            stop = choice.stopping.check(token)
-            output = TokenOutput(
-                choice.request.output.request_id, choice.completion.index, token, stop.text
-            )
-            choice.completion.add(output)
-            if stop.finish is not None and not has_ended:
-                raise DataError(
-                    f"progress[{choice.completion.index}]: the choice ends with its token "
-                    f"{token} ({stop.finish}). Pass its finish_reason."
-                )
-        if choice.counts is not None:
-            choice.counts.update(choice.completion.token_ids)
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the largest number of tokens that a choice of a request can have."""
@@ -674,102 +688,7 @@ class InferenceEngine:
 
     # --- the forward pass, and errors in it
 
-    def _execute(
-        self, plan: StepPlan, needs: PromptOutputs
-    ) -> tuple[StepLogits | None, list[_RowFailure]]:
-        """Execute a plan; if it fails, execute its rows one by one, so that only the rows that
-        cause the error fail. Pipeline stages before the last one return no logits."""
-        states = {row.seq_id: self._choices[row.seq_id].state for row in plan.rows}
-        try:
-            return self.runner.execute(plan, states, needs), []
-        except Exception:
-            if self._is_distributed:
-                # The ranks would not execute the same collectives, so nothing is tried again.
-                self.scheduler.discard(plan)
-                raise
-            logger.warning("a step of %d rows failed; executing them one by one", len(plan.rows))
-            return self._execute_rows(plan, states)
-        except BaseException:
-            self.scheduler.discard(plan)
-            raise
-
-    def _transfer_blocks(self, plan: StepPlan) -> StepPlan:
-        """Execute the copies of a plan to and from host memory; returns the plan without the rows
-        whose blocks could not be loaded."""
-        try:
-            failed = self.runner.transfer_blocks(plan)
-        except BaseException:
-            self.scheduler.discard(plan)
-            raise
-        return self.scheduler.fail_loads(plan, failed) if failed else plan
-
-    def _find_prompt_outputs(self, plan: StepPlan) -> PromptOutputs:
-        """Return the sequences whose prompt log-probs are requested and not complete, and those
-        whose hidden states are pooled."""
-        logits, hidden = [], []
-        for row in plan.rows:
-            request = self._choices[row.seq_id].request
-            recorded = request.output.prompt_logprobs
-            if recorded is not None and len(recorded) < len(request.output.prompt_token_ids) - 1:
-                logits.append(row.seq_id)
-            if request.pooler is not None:
-                hidden.append(row.seq_id)
-        return PromptOutputs(frozenset(logits), frozenset(hidden))
-
-    def _execute_rows(
-        self, plan: StepPlan, states: dict[int, SequenceState]
-    ) -> tuple[StepLogits | None, list[_RowFailure]]:
-        """Execute the rows of a plan one by one without drafts, and long rows that fail in two
-        parts, which need less memory."""
-        copies = plan.copies
-        parts: list[StepLogits] = []
-        failures: list[_RowFailure] = []
-        try:
-            for planned in plan.rows:
-                row = replace(planned, count=planned.count - len(planned.draft_ids), draft_ids=())
-                try:
-                    parts.append(self._execute_row(row, copies, states))
-                except Exception as error:  # reported to the request
-                    failures.append(_RowFailure(row, error))
-                copies = ()  # again, they would overwrite what the row has stored
-        except BaseException:
-            self.scheduler.discard(plan)
-            raise
-        if not parts:
-            return None, failures
-        rows = tuple(row for part in parts for row in part.rows)
-        next_token = torch.cat([part.next_token for part in parts])
-        prompt = {number: rows for part in parts for number, rows in part.prompt.items()}
-        hidden = {number: rows for part in parts for number, rows in part.prompt_hidden.items()}
-        return StepLogits(rows, next_token, prompt, hidden), failures
-
-    def _execute_row(
-        self, row: PlannedRow, copies: tuple[BlockCopy, ...], states: dict[int, SequenceState]
-    ) -> StepLogits:
-        plan = StepPlan((row,), copies, ())
-        needs = self._find_prompt_outputs(plan)
-        try:
-            return self._execute_alone(plan, states, needs)
-        except Exception:
-            if row.count == 1 or any(needs):
-                raise
-        half = row.count // 2
-        first = replace(row, count=half, samples=False)
-        rest = replace(row, start=row.start + half, count=row.count - half)
-        self._execute_alone(StepPlan((first,), copies, ()), states)
-        return self._execute_alone(StepPlan((rest,), (), ()), states)
-
-    def _execute_alone(
-        self,
-        plan: StepPlan,
-        states: dict[int, SequenceState],
-        needs: PromptOutputs = NO_PROMPT_OUTPUTS,
-    ) -> StepLogits:
-        logits = self.runner.execute(plan, states, needs)
-        assert logits is not None, "rows are not executed again by several stages"
-        return logits
-
-    def _fail(self, failure: _RowFailure) -> list[TokenOutput]:
+    def _fail(self, failure: RowFailure) -> list[TokenOutput]:
         choice = self._choices.get(failure.row.seq_id)
         if choice is None:
             return []
@@ -949,11 +868,3 @@ class InferenceEngine:
             return self._end_request(request, "error", error=embedding)
         request.output.embedding = embedding
         return self._end_request(request, "stop")
-
-
-def deadline_error(deadline_s: float) -> str:
-    """Return the error of a request whose deadline has passed."""
-    return (
-        f"deadline_s={deadline_s}: the request was not finished in time. Use a longer deadline, or "
-        "fewer tokens."
-    )

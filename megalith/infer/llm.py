@@ -24,13 +24,14 @@ from megalith.errors import CheckpointError, ConfigError, DataError, UserError, 
 from megalith.hf.convert import find_turn_end
 from megalith.infer.build import build_engine
 from megalith.infer.chat import select_template
-from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.layout import open_source
 from megalith.infer.load import TextGenerator, load_text_generator
-from megalith.infer.outputs import RequestOutput, TokenOutput
+from megalith.infer.outputs import EngineCallback, RequestOutput, TokenOutput
 from megalith.infer.refit import UpdateMode, WeightSource
 from megalith.infer.stopping_criteria import add_turn_end
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.plan.serving.engine_state import InvalidStateError, KVCacheMode
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +164,29 @@ class LLM:
         """
         self.engine.update_weights(source, mode=mode)
 
+    def suspend(self, *, kv_cache: KVCacheMode = "offload", offload_weights: bool = False) -> None:
+        """Release device memory until `wake_up`; see `InferenceEngine.suspend`."""
+        self.engine.suspend(kv_cache=kv_cache, offload_weights=offload_weights)
+
+    def wake_up(self) -> None:
+        """Restore the device memory after `suspend`; see `InferenceEngine.wake_up`."""
+        self.engine.wake_up()
+
     def _run(
         self,
         requests: Sequence[tuple[Prompt, SamplingParams]],
         adapters: Sequence[str | None],
         pooling: Pooling | None,
     ) -> list[RequestOutput]:
-        """Process requests to their end."""
+        """Process requests to their end.
+
+        Raises:
+            InvalidStateError: the engine is suspended.
+        """
+        if self.engine.is_suspended:
+            raise InvalidStateError(
+                "the engine is suspended, so it generates nothing. Call wake_up first."
+            )
         outputs: list[RequestOutput] = []
         self.engine.start_round()
         try:
@@ -431,6 +448,19 @@ class AsyncLLM:
         `LLM.update_weights`."""
         await self._call(partial(self.engine.update_weights, source, mode=mode))
 
+    async def suspend(
+        self, *, kv_cache: KVCacheMode = "offload", offload_weights: bool = False
+    ) -> None:
+        """Release device memory until `wake_up`, between two steps. Streams and new requests wait.
+        See `InferenceEngine.suspend`."""
+        suspend = partial(self.engine.suspend, kv_cache=kv_cache, offload_weights=offload_weights)
+        await self._call(suspend)
+
+    async def wake_up(self) -> None:
+        """Restore the device memory after `suspend`; streams continue. See
+        `InferenceEngine.wake_up`."""
+        await self._call(self.engine.wake_up)
+
     async def _call(self, call: Callable[[], None]) -> None:
         """Run a call on the engine's thread, between two steps, and raise its error."""
         loop = asyncio.get_running_loop()
@@ -531,7 +561,7 @@ class AsyncLLM:
     def _run(self) -> None:
         """Execute commands and steps until `close`."""
         while True:
-            if not self.engine.has_unfinished and not self._execute(self._commands.get()):
+            if not self.engine.can_step and not self._execute(self._wait()):
                 return
             while not self._commands.empty():
                 if not self._execute(self._commands.get()):
@@ -544,6 +574,16 @@ class AsyncLLM:
                     stream.put(error)
                     self.engine.abort(request_id)
                 self._streams.clear()
+
+    def _wait(self) -> _Command | None:
+        """Return the next command; one without effect if a deadline of a suspended engine passes
+        before it."""
+        deadline = self.engine.next_deadline
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return self._commands.get(timeout=timeout)
+        except queue.Empty:
+            return _do_nothing
 
     def _execute(self, command: _Command | None) -> bool:
         """Execute a command; False ends the thread."""
@@ -570,6 +610,10 @@ class AsyncLLM:
                 self._streams.pop(request_id, None)
         for request_id in closed:  # their outputs have no reader
             self.engine.abort(request_id)
+
+
+def _do_nothing() -> None:
+    """Command that lets the engine end requests whose deadline has passed."""
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:

@@ -21,6 +21,7 @@ from megalith.infer.draft_model import DraftCache, plan_row, without_logprobs
 from megalith.infer.runner import ModelRunner
 from megalith.infer.sample import SampleRow, sample_tokens
 from megalith.infer.speculative import DraftRow
+from megalith.infer.suspend import DeviceMemory
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear_small_batch import small_batch_matmul
 from megalith.kernels.packed import seq_params_from_queries
@@ -160,6 +161,12 @@ class MTPProposer:
         """Forget a sequence and release its blocks."""
         self._hidden_states.pop(seq_id, None)
         self._cache.release(seq_id)
+
+    def list_memory(self) -> DeviceMemory:
+        """Return the KV cache of the MTP layers, whose weights are those of the model, and the
+        hidden states."""
+        parts = [part for states in self._hidden_states.values() for part in states.parts]
+        return DeviceMemory(caches=[(self._kv_cache, self._cache.allocator)], states=parts)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:

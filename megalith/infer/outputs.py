@@ -1,11 +1,13 @@
-"""Results of the inference engine: tokens as they are generated, and finished requests."""
+"""Results of the inference engine: tokens as they are generated, and finished requests; and the
+callbacks that get them."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.sample import SampledToken
 from megalith.infer.stopping_criteria import FinishReason
+from megalith.plan.serving.scheduler import SchedulerStats, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +160,20 @@ class StepResults:
 
     drafts: dict[int, DraftTokens] = field(default_factory=dict)
     """By sequence, if the last pipeline stage proposes draft tokens."""
+
+
+class EngineCallback(Protocol):
+    """Observes an engine: metrics, access log, timeline. Methods are called by the engine's thread
+    and must not block."""
+
+    def on_request(self, request: RequestOutput) -> None:
+        """A request was added."""
+
+    def on_step(self, plan: StepPlan, stats: SchedulerStats, seconds: float) -> None:
+        """A step was executed."""
+
+    def on_token(self, output: TokenOutput) -> None:
+        """A token was generated."""
+
+    def on_finish(self, request: RequestOutput) -> None:
+        """All choices of a request are finished."""

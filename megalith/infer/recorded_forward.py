@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -261,20 +261,25 @@ class _RecordedCache:
 class RecordedForwards:
     """The layers of a model, with a recording for each number of tokens."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._constants = [*self._parameters, *model.buffers()]
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """`weights`: parameters and buffers, and the scales of quantized weights, which are only
+        changed in place."""
+        self._constants = weights
         self._recordings: dict[tuple[int, int], _Recording] = {}
         """By tokens and threads."""
 
         self._seen: set[tuple[int, int]] = set()
         self._weights: tuple[int, ...] = ()
-        """Addresses of the parameters of the recordings."""
+        """Addresses of the weights in the recordings."""
 
         self.failure: str | None = None
         """Why the passes of this model cannot be repeated; None: they can."""
 
         self.num_replays = 0
+
+    def reset(self) -> None:
+        """Drop all recordings, which keep their tensors in memory."""
+        self._recordings, self._seen, self._weights = {}, set(), ()
 
     def run(
         self, forward: CachedLayers, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
@@ -283,7 +288,7 @@ class RecordedForwards:
         key = len(x), torch.get_num_threads()
         if self.failure is not None or key[0] > MAX_TOKENS:
             return forward(x, inputs, caches)
-        weights = tuple(parameter.data_ptr() for parameter in self._parameters)
+        weights = tuple(weight.data_ptr() for weight in self._constants)
         if weights != self._weights:
             self._recordings, self._seen, self._weights = {}, set(), weights
         step, tensors = _CurrentStep(caches, inputs.seq_params), (x, *inputs.rope)

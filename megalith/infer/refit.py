@@ -126,7 +126,7 @@ class WeightUpdater:
     ) -> None:
         """`ranks`: those that share the model; `source`: its present weights, from which they are
         restored when an update fails; None: they cannot be restored."""
-        self._model, self._ranks = model, ranks
+        self._model, self.ranks = model, ranks
         self._weights: Weights | None = None if source is None else source.weights
         self.error: str | None = None
         """Why the model has a mixture of old and new weights; None: it has not."""
@@ -146,7 +146,7 @@ class WeightUpdater:
             check_parameters(shapes, self._expected_shapes(), "the tensors")
         else:
             reading = self._open(str(source))
-        raise_on_all_ranks(lambda: self._check_values(reading.weights), self._ranks)
+        raise_on_all_ranks(lambda: self._check_values(reading.weights), self.ranks)
         return reading
 
     def write(self, update: WeightReading | WeightExchange) -> None:
@@ -160,7 +160,7 @@ class WeightUpdater:
             if isinstance(update, WeightExchange):
                 update.execute()
             else:
-                raise_on_all_ranks(lambda: self._write(update.weights), self._ranks)
+                raise_on_all_ranks(lambda: self._write(update.weights), self.ranks)
         except BaseException as error:
             self._restore(error)
             raise
@@ -178,12 +178,12 @@ class WeightUpdater:
         weights = self._weights
         if weights is None or not isinstance(cause, CheckpointError):
             return  # from a mesh or memory; or ranks may have ended
-        raise_on_all_ranks(lambda: self._write(weights), self._ranks)
+        raise_on_all_ranks(lambda: self._write(weights), self.ranks)
         self.error = None
 
     def _open(self, name: str) -> WeightReading:
         """Open a source that rank 0 locates, and compare its model with this one."""
-        ranks = self._ranks
+        ranks = self.ranks
         paths = raise_on_all_ranks(lambda: locate_source(name) if ranks.rank == 0 else None, ranks)
         path = paths[0]
         assert path is not None

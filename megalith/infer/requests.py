@@ -7,8 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
+from megalith.errors import DataError
 from megalith.infer.adapters import LoadedAdapter
-from megalith.infer.outputs import Completion, RequestOutput, StepResults
+from megalith.infer.outputs import Completion, RequestOutput, StepResults, TokenOutput
 from megalith.infer.pooling import HiddenStatePooler
 from megalith.infer.sample import SampleRow, TokenCounts
 from megalith.infer.stopping_criteria import FinishReason, StoppingCriteria
@@ -103,4 +104,36 @@ def make_sample_row(
         end_ids=choice.stopping.end_ids,
         bad_word_ids=request.bad_word_ids,
         grammar_mask=grammar_mask,
+    )
+
+
+def replay_tokens(choice: RequestChoice, token_ids: Sequence[int], *, has_ended: bool) -> None:
+    """Append tokens that another engine has generated, whose text its client has.
+
+    Raises:
+        DataError: the choice ends with one of them, but should continue.
+    """
+    choice.state.token_ids += token_ids
+    for token in token_ids:
+        if choice.grammar is not None and not has_ended:
+            choice.grammar.accept(token)
+        stop = choice.stopping.check(token)
+        output = TokenOutput(
+            choice.request.output.request_id, choice.completion.index, token, stop.text
+        )
+        choice.completion.add(output)
+        if stop.finish is not None and not has_ended:
+            raise DataError(
+                f"progress[{choice.completion.index}]: the choice ends with its token "
+                f"{token} ({stop.finish}). Pass its finish_reason."
+            )
+    if choice.counts is not None:
+        choice.counts.update(choice.completion.token_ids)
+
+
+def deadline_error(deadline_s: float) -> str:
+    """Return the error of a request whose deadline has passed."""
+    return (
+        f"deadline_s={deadline_s}: the request was not finished in time. Use a longer deadline, or "
+        "fewer tokens."
     )

@@ -15,6 +15,7 @@ from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
 from megalith.infer.recorded_forward import RecordedForwards
+from megalith.infer.suspend import DeviceMemory, list_weights
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.cpu_threads import loops_of_any_size
 from megalith.kernels.layer_inputs import LayerInputs
@@ -27,7 +28,7 @@ from megalith.kernels.linear_small_batch import (
 from megalith.kernels.packed import seq_params_from_queries
 from megalith.models.decoder import NOTHING_RECEIVED, CachedLayersRunner, Decoder
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
-from megalith.plan.serving.block_allocator import BlockCopy
+from megalith.plan.serving.block_allocator import BlockAllocator, BlockCopy
 from megalith.plan.serving.graph_buckets import BatchDimensions
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.plan.stages import HIDDEN
@@ -104,7 +105,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         # collectives and kernels on other devices are not recorded
         is_recorded = self._device.type == "cpu" and not self.is_distributed
-        self.recorded = RecordedForwards(model) if is_recorded else None
+        self.recorded = RecordedForwards(list_weights(model)) if is_recorded else None
         self.graphs: StepGraphs | None = None
         """Captured steps; None: all steps run eagerly."""
         if graphs is not None:
@@ -190,6 +191,14 @@ class ModelRunner:
         replays = {str(bucket): count for bucket, count in self.graphs.num_replays.items()}
         return {"graph_steps": replays, "eager_steps": dict(self.graphs.num_eager_steps)}
 
+    def reset_graphs(self) -> None:
+        """Drop captured and recorded steps, which hold addresses of weights and of the KV cache;
+        later steps capture and record them again."""
+        if self.graphs is not None:
+            self.graphs.reset()
+        if self.recorded is not None:
+            self.recorded.reset()
+
     def capture_graphs(self) -> None:
         """Capture the steps that are replayed, if there are any. Collective over the ranks of the
         model."""
@@ -225,6 +234,12 @@ class ModelRunner:
         if not self.shares_experts:
             return value
         return int(all_reduce_max_(torch.tensor([value]), self._expert_group).item())
+
+    def list_memory(self, allocator: BlockAllocator) -> DeviceMemory:
+        """Return the tensors in device memory; `allocator`: of the blocks of the cache."""
+        adapters = [] if self.adapters is None else self.adapters.list_tensors()
+        weights = [*list_weights(self.model), *adapters]
+        return DeviceMemory(weights, [(self.cache, allocator)], self.cache.list_states())
 
     def close(self) -> None:
         """Wait until everything is sent to other stages, before the process group is destroyed."""

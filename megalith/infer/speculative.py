@@ -19,6 +19,7 @@ from megalith.errors import ConfigError
 from megalith.infer.cache import CachePlan
 from megalith.infer.outputs import DraftTokens
 from megalith.infer.sample import SampleRow
+from megalith.infer.suspend import DeviceMemory
 from megalith.plan.serving.scheduler import PlannedRow, StepPlan
 
 NUM_DRAFT_TOKENS = 4
@@ -84,6 +85,9 @@ class DraftProposer(Protocol):
     def release(self, seq_id: int) -> None:
         """Forget a sequence that ended or was preempted; it may be unknown."""
 
+    def list_memory(self) -> DeviceMemory:
+        """Return the tensors in device memory."""
+
 
 class NGramProposer:
     """Proposes the tokens that followed the last tokens of a sequence when they occurred before.
@@ -107,6 +111,10 @@ class NGramProposer:
     def release(self, seq_id: int) -> None:
         """Forget the tokens of a sequence."""
         self._texts.pop(seq_id, None)
+
+    def list_memory(self) -> DeviceMemory:
+        """Return no tensors."""
+        return DeviceMemory()
 
     def _propose_row(self, row: DraftRow) -> list[int]:
         text = self._texts.get(row.seq_id, "")

@@ -57,8 +57,10 @@ from megalith.serve.models import (
     reset_prefix_cache,
     restart_replica,
     resume,
+    suspend,
     unload_lora_adapter,
     update_weights,
+    wake_up,
 )
 from megalith.serve.responses import create_response
 from megalith.serve.sse import HEADERS, event, json_bytes
@@ -167,6 +169,19 @@ ENDPOINTS = (
         has_body=False,
     ),
     Endpoint("POST", ("/resume",), resume, "continue (--enable-admin)", has_body=False),
+    Endpoint(
+        "POST",
+        ("/suspend",),
+        suspend,
+        "pause, and release device memory, {kv_cache, offload_weights} (--enable-admin)",
+    ),
+    Endpoint(
+        "POST",
+        ("/wake_up",),
+        wake_up,
+        "restore the device memory; the server is paused then (--enable-admin)",
+        has_body=False,
+    ),
     Endpoint(
         "POST",
         ("/reset_prefix_cache",),

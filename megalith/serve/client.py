@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megalith.config.generation import SamplingParams
 from megalith.config.serve import Pooling
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.plan.keys import key
+from megalith.plan.serving.engine_state import EngineState, InvalidStateError, Suspension
 from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.request_routing import RequestRouter, compute_block_keys
 from megalith.serve.errors import ApiError
@@ -208,7 +209,7 @@ class EngineClient:
         """Folders of the adapters that were loaded since the start; None: an adapter of the start
         that was unloaded."""
         self._adapter_lock = asyncio.Lock()
-        self._is_paused = False
+        self._state = EngineState()
         self._changed = asyncio.Event()
         """Set, and replaced, when a request ends, or a replica is ready or fails."""
         self.num_sequences = self.num_prompt_tokens = 0
@@ -390,19 +391,23 @@ class EngineClient:
         timeout_s: float | None = 60.0,
     ) -> list[dict[str, Any]]:
         """Call a command of all replicas and return their results. Replicas that are restarted
-        later get the adapters, and are paused, as the others.
+        later get the adapters, and are paused or suspended, as the others.
 
         Raises:
-            ApiError: 503, no replica is ready, or one does not answer; else the command failed.
+            ApiError: 409, the state of the engine does not allow the command; 503, no replica is
+                ready, or one does not answer; else the command failed.
         """
         self.check_available()
         arguments = arguments or {}
         if command in ("load_adapter", "unload_adapter"):
             async with self._adapter_lock:
                 return await self._change_adapter(command, arguments, timeout_s)
-        if command in ("pause", "resume"):  # before it is sent: a replica can register in between
-            self._is_paused = command == "pause"
+        before = self._state
+        # before it is sent: a replica can register in between
+        self._state = change_state(before, command, arguments)
         answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
+        if any(answer is not None and "error" in answer for answer in answers.values()):
+            self._state = before
         return self._check_answers(answers.values())
 
     async def poll_replicas(self, command: str) -> list[dict[str, Any]]:
@@ -535,7 +540,10 @@ class EngineClient:
         """Send the commands that give a restarted replica the state of the others."""
         for name, path in self._adapter_paths.items():
             self._send_adapter(replica, name, path)
-        if self._is_paused:
+        suspension = self._state.suspension
+        if suspension is not None:
+            self._start_call(replica, "suspend", asdict(suspension))
+        elif self._state.is_paused:
             self._start_call(replica, "pause", {})
 
     async def drain(self, *, timeout_s: float) -> None:
@@ -545,7 +553,7 @@ class EngineClient:
             ApiError: 503, the engine has ended.
             TimeoutError: they are not finished in time.
         """
-        self._is_paused = False  # as `drain` of the engine
+        self._state = EngineState()  # as `drain` of the engine
         for replica in self.router.replicas:
             self._start_call(replica, "drain", {})
         async with asyncio.timeout(timeout_s):
@@ -753,6 +761,27 @@ class EngineClient:
             self.num_sequences -= 1
             if request.num_unfinished == 0:
                 self._finish(update.request_id)
+
+
+def change_state(state: EngineState, command: str, arguments: Mapping[str, Any]) -> EngineState:
+    """Return the state of the replicas after a command.
+
+    Raises:
+        ApiError: 409, it is not valid in the present state.
+    """
+    try:
+        match command:
+            case "pause":
+                return state.pause()
+            case "resume":
+                return state.resume()
+            case "suspend":
+                return state.suspend(Suspension(**arguments))
+            case "wake_up":
+                return state.wake_up()
+    except InvalidStateError as error:
+        raise ApiError(409, str(error)) from error
+    return state
 
 
 def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:

@@ -27,9 +27,10 @@ from megalith.hf.folder import read_json
 from megalith.hf.pretrained import Pretrained
 from megalith.infer.build import build_engine
 from megalith.infer.chat import select_template
-from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.layout import build_generation_mesh, open_source
 from megalith.infer.load import TextGenerator, load_text_generator
+from megalith.infer.outputs import EngineCallback
 from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
 from megalith.serve.engine_server import EngineServer

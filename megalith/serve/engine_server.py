@@ -23,15 +23,22 @@ from megalith.infer.adapters import (
     ReplacedAdapterError,
     UnknownAdapterError,
 )
-from megalith.infer.engine import InferenceEngine, deadline_error
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
 from megalith.infer.refit import UpdateMode
-from megalith.infer.requests import ChoiceProgress
+from megalith.infer.requests import ChoiceProgress, deadline_error
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
+from megalith.infer.suspend import EngineMemoryError
 from megalith.parallel.group import SINGLE_RANK, Group
 from megalith.parallel.p2p import ByteBroadcast
+from megalith.plan.serving.engine_state import (
+    EngineState,
+    InvalidStateError,
+    KVCacheMode,
+    Suspension,
+)
 from megalith.serve.metrics import EngineMetrics
 from megalith.serve.protocol import (
     AbortRequest,
@@ -119,7 +126,8 @@ class EngineServer:
         """Calls of drain to answer when no request is left."""
         self._updates: list[EngineCall] = []
         """Weight updates to make when the requests in flight are finished."""
-        self._is_stopped = self._is_paused = False
+        self._is_stopped = False
+        self._state = EngineState()
         self._prefix_cache = engine.scheduler.cache.prefix_cache if reports_cache else None
         self._num_reports = 0
         if self._prefix_cache is not None:
@@ -137,6 +145,8 @@ class EngineServer:
             "update_weights": self._update_weights,
             "pause": self._pause,
             "resume": self._resume,
+            "suspend": self._suspend,
+            "wake_up": self._wake_up,
             "shutdown": self._shutdown,
         }
 
@@ -161,7 +171,7 @@ class EngineServer:
 
     @property
     def _can_step(self) -> bool:
-        return self.engine.has_unfinished and not self._is_paused
+        return self.engine.has_unfinished and not self._state.is_paused
 
     def _receive(self) -> None:
         """Process all messages; wait for one if the engine is idle or paused."""
@@ -311,7 +321,8 @@ class EngineServer:
                 self.send(message)
             case EngineCall(call_id, "drain", _):
                 self._drains.append(call_id)
-                self._is_paused = False  # the requests in flight finish
+                self._finish_suspension()
+                self._state = EngineState()  # the requests in flight finish
             case EngineCall(_, "update_weights", {"mode": "drain"}) if self._can_step:
                 self.engine.scheduler.holds_new = True
                 self._updates.append(message)
@@ -419,22 +430,46 @@ class EngineServer:
             "num_waiting": stats.num_waiting,
             "num_used_blocks": stats.num_used_blocks,
             "num_blocks": stats.num_blocks,
-            "is_paused": self._is_paused,
+            "state": self._state.name,
         }
 
     def _render_metrics(self) -> dict[str, Any]:
         stats = self.engine.scheduler.make_stats()
         steps = self.engine.runner.count_graph_steps()
-        text = self._metrics.render(stats, is_paused=self._is_paused, graph_steps=steps)
-        return {"text": text}
+        return {"text": self._metrics.render(stats, self._state, graph_steps=steps)}
 
     def _pause(self) -> dict[str, Any]:
-        self._is_paused = not self._drains  # the requests in flight finish
+        if not self._drains:  # else the requests in flight finish
+            self._state = self._state.pause()
         return {}
 
     def _resume(self) -> dict[str, Any]:
-        self._is_paused = False
+        self._state = self._state.resume()
         return {}
+
+    def _suspend(self, *, kv_cache: KVCacheMode, offload_weights: bool) -> dict[str, Any]:
+        if self._drains:
+            raise InvalidStateError("suspend: the server is shutting down, and finishes requests.")
+        state = self._state.suspend(Suspension(kv_cache, offload_weights))
+        self.engine.suspend(kv_cache=kv_cache, offload_weights=offload_weights)
+        self._state = state
+        self._send_outputs(self.engine.step())  # of steps that were in flight
+        return {}
+
+    def _wake_up(self) -> dict[str, Any]:
+        self.engine.wake_up()
+        self._state = self._state.wake_up()
+        return {}
+
+    def _finish_suspension(self) -> None:
+        """Wake up a suspended engine, so that its requests finish; if the memory does not suffice,
+        they fail."""
+        try:
+            self.engine.wake_up()
+        except EngineMemoryError as error:
+            _logger.error("the engine cannot finish its requests: %s", error)
+            for number in list(self._requests):
+                self._send_outputs(self.engine.abort(number, error=str(error)))
 
     def _reset_prefix_cache(self) -> dict[str, Any]:
         self.engine.scheduler.reset_prefix_cache()
@@ -450,7 +485,8 @@ class EngineServer:
         return {}
 
     def _update_weights(self, *, path: str, mode: UpdateMode) -> dict[str, Any]:
-        if mode == "drain" and not self.engine.is_drained:
+        is_suspended = self.engine.is_suspended  # the engine rejects the mode itself
+        if mode == "drain" and not self.engine.is_drained and not is_suspended:
             raise ConfigError(
                 f"mode={mode}: the server is paused, so the requests in flight do not finish. Use "
                 "mode recompute or keep, or POST /resume first."
@@ -472,12 +508,15 @@ class EngineServer:
 
 
 def find_status(error: UserError) -> int:
-    """Return the HTTP status of a request that the engine rejected."""
-    if isinstance(error, UnknownAdapterError):
-        return 404
-    if isinstance(error, ReplacedAdapterError):
-        return 409
-    return 429 if isinstance(error, AdaptersInUseError) else 400
+    """Return the HTTP status of a request or a command that the engine rejected."""
+    statuses: dict[type[UserError], int] = {
+        UnknownAdapterError: 404,
+        InvalidStateError: 409,
+        ReplacedAdapterError: 409,
+        AdaptersInUseError: 429,
+        EngineMemoryError: 503,
+    }
+    return statuses.get(type(error), 400)
 
 
 def read_deadline(message: AddRequest) -> float | None:

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megalith.plan.serving.engine_state import EngineState
 from megalith.plan.serving.scheduler import SchedulerStats, StepPlan
 
 if TYPE_CHECKING:  # the HTTP process does not import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # the HTTP process does not import torch
 _logger = logging.getLogger(__name__)
 
 PREFIX = "megalith_"
+RUNNING = EngineState()
 # Bucket limits in seconds and in tokens, as common in dashboards of servers (heuristic).
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 200_000)
@@ -34,7 +36,8 @@ HISTOGRAMS = {
 GAUGES = {
     "num_requests_running": "Sequences that have a row in the batch.",
     "num_requests_waiting": "Sequences that wait for a row, preempted ones included.",
-    "engine_paused": "1 between POST /pause and POST /resume, else 0.",
+    "engine_paused": "1 between POST /pause or /suspend and POST /resume, else 0.",
+    "engine_suspended": "1 between POST /suspend and POST /wake_up, else 0.",
     "kv_cache_usage_perc": "Fraction of the KV cache blocks that sequences use, 0 to 1.",
     "kv_offload_cpu_cache_usage_perc": (
         "Fraction of the KV cache blocks in host memory that are used, 0 to 1."
@@ -276,8 +279,8 @@ class EngineMetrics:
     def render(
         self,
         stats: SchedulerStats,
+        state: EngineState = RUNNING,
         *,
-        is_paused: bool = False,
         graph_steps: Mapping[str, Mapping[str, int]] = NO_GRAPH_STEPS,
     ) -> str:
         """Return all metrics in the text format of Prometheus; `graph_steps`: number of steps by
@@ -293,7 +296,8 @@ class EngineMetrics:
         self._gauges["kv_offload_cpu_cache_usage_perc"].set(
             stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
         )
-        self._gauges["engine_paused"].set(is_paused)
+        self._gauges["engine_paused"].set(state.is_paused)
+        self._gauges["engine_suspended"].set(state.suspension is not None)
         before, self._reported = self._reported, stats
         for name, (_, attribute) in SCHEDULER_COUNTERS.items():
             increase = getattr(stats, attribute) - getattr(before, attribute)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith import __version__
+from megalith.errors import ConfigError
+from megalith.plan.serving.engine_state import Suspension
 from megalith.serve.errors import ApiError, invalid
 from megalith.serve.metrics import merge_metrics
 from megalith.serve.model_info import ServedModel
@@ -54,11 +56,17 @@ async def get_ready(state: ServerState, context: RequestContext) -> dict[str, An
     """GET /ready: whether requests are accepted now.
 
     Raises:
-        ApiError: 503, the model is loading, or the server is paused or shutting down, or no replica
-            answers.
+        ApiError: 503, the model is loading, or the server is paused, suspended or shutting down, or
+            no replica answers.
     """
     state.check_ready()
-    if any(stats["is_paused"] for stats in await state.client.poll_replicas("stats")):
+    states = {stats["state"] for stats in await state.client.poll_replicas("stats")}
+    if "suspended" in states:
+        raise ApiError(
+            503,
+            "the server is suspended: requests wait until POST /wake_up, and then POST /resume.",
+        )
+    if "paused" in states:
         raise ApiError(503, "the server is paused: requests wait until POST /resume.")
     return {"status": "ready"}
 
@@ -100,9 +108,43 @@ async def resume(state: ServerState, context: RequestContext) -> dict[str, Any]:
     """POST /resume: continue after POST /pause.
 
     Raises:
-        ApiError: 404, the control endpoints are off.
+        ApiError: 404, the control endpoints are off; 409, the server is suspended.
     """
     return await _call_admin(state, context, "resume")
+
+
+async def suspend(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /suspend: pause, and release device memory until POST /wake_up.
+
+    Raises:
+        ApiError: 404, the control endpoints are off; 400, the fields are invalid; 409, the server
+            is suspended in another way; 503, it is shutting down, or the host memory does not
+            suffice.
+    """
+    _check_admin(state, context)
+    state.check_ready()
+    arguments: dict[str, Any] = {
+        "kv_cache": _read_text({"kv_cache": "offload"} | context.body, "kv_cache", "offload"),
+        "offload_weights": read_bool(context.body, "offload_weights"),
+    }
+    try:
+        Suspension(**arguments).check()
+    except ConfigError as error:
+        raise invalid(str(error), "kv_cache") from error
+    await state.client.call("suspend", arguments, timeout_s=None)
+    return {"status": "ok"}
+
+
+async def wake_up(state: ServerState, context: RequestContext) -> dict[str, Any]:
+    """POST /wake_up: restore the device memory after POST /suspend. The server is paused then.
+
+    Raises:
+        ApiError: 404, the control endpoints are off; 503, the device memory does not suffice.
+    """
+    _check_admin(state, context)
+    state.check_ready()
+    await state.client.call("wake_up", timeout_s=None)
+    return {"status": "ok"}
 
 
 async def restart_replica(state: ServerState, context: RequestContext) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class EngineCall:
     call_id: int
     command: str
     """reset_prefix_cache, load_adapter, unload_adapter, update_weights, stats, metrics,
-    list_blocks, pause, resume, drain or shutdown."""
+    list_blocks, pause, resume, suspend, wake_up, drain or shutdown."""
 
     arguments: dict[str, Any] = field(default_factory=dict)  # JSON
 

@@ -26,12 +26,13 @@ from megalith.infer.cache import (
     plan_pool,
     token_groups,
 )
-from megalith.infer.engine import EngineCallback, InferenceEngine
+from megalith.infer.engine import InferenceEngine
 from megalith.infer.graphs import plan_graphs
 from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.load import TextGenerator
-from megalith.infer.outputs import RequestOutput
+from megalith.infer.outputs import EngineCallback, RequestOutput
 from megalith.infer.pipeline import PipelineLink
+from megalith.infer.refit import WeightUpdater
 from megalith.infer.runner import ModelRunner
 from megalith.infer.speculative import (
     DraftLengthController,
@@ -40,6 +41,7 @@ from megalith.infer.speculative import (
     Speculator,
     check_speculation,
 )
+from megalith.infer.suspend import DeviceMemory
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
@@ -79,13 +81,14 @@ def build(
     callbacks: Sequence[EngineCallback] = (),
     replicate_kv_heads: bool = False,
     graphs: GraphConfig | None = None,
+    updater: WeightUpdater | None = None,
     **engine: Any,
 ) -> InferenceEngine:
     """Return an engine of a model; `speculation`: source of draft tokens, or `proposer`, or
     `draft_model`, of which pipeline stages before the last one have the `draft_config`; `link`: to
     the other pipeline stages; `expert_group`: ranks that share experts; `dp`:
     data-parallel ranks;
-    `replicate_kv_heads`: of the parallel layout; `engine`: fields of
+    `replicate_kv_heads`: of the parallel layout; `updater`: of the weights; `engine`: fields of
     EngineConfig."""
     cache = CacheConfig(
         block_size=block_size,
@@ -159,6 +162,7 @@ def build(
         speculator=speculator,
         dp=dp,
         callbacks=callbacks,
+        updater=updater,
     )
 
 
@@ -183,6 +187,10 @@ class ReferenceProposer:
 
     def release(self, seq_id: int) -> None:
         """Nothing is stored."""
+
+    def list_memory(self) -> DeviceMemory:
+        """Return no tensors."""
+        return DeviceMemory()
 
     def _propose_row(self, row: DraftRow) -> list[int]:
         sample_row = row.make_sample_row(())

@@ -153,7 +153,7 @@ def inputs_of(x: Tensor, start: int) -> LayerInputs:
 @torch.inference_mode()
 def test_what_depends_on_the_step_is_found_while_recording(method: str, reason: str | None) -> None:
     layers = _Layers()
-    recorded = RecordedForwards(layers)
+    recorded = RecordedForwards([layers.weight])
     forward = getattr(layers, method)
     for step in range(5):
         x = torch.full((3, 4), (-1.0) ** step + step, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_what_depends_on_the_step_is_found_while_recording(method: str, reason: 
 @torch.inference_mode()
 def test_results_of_earlier_steps_do_not_change() -> None:
     layers = _Layers()
-    recorded = RecordedForwards(layers)
+    recorded = RecordedForwards([layers.weight])
     results = []
     for step in range(4):
         x = torch.full((2, 4), float(step), dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_results_of_earlier_steps_do_not_change() -> None:
 @torch.inference_mode()
 def test_passes_over_many_tokens_are_not_recorded() -> None:
     layers = _Layers()
-    recorded = RecordedForwards(layers)
+    recorded = RecordedForwards([layers.weight])
     x = torch.ones(MAX_TOKENS + 1, 4, dtype=torch.float64)
     for _ in range(3):
         recorded.run(layers.run, x, inputs_of(x, 0), [])

@@ -26,6 +26,7 @@ from megalith.infer.speculative import (
     NGramProposer,
     find_continuation,
 )
+from megalith.infer.suspend import DeviceMemory
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
@@ -248,6 +249,10 @@ class WrongProposer:
     def release(self, seq_id: int) -> None:
         """Nothing is stored."""
 
+    def list_memory(self) -> DeviceMemory:
+        """Return no tensors."""
+        return DeviceMemory()
+
 
 def test_drafts_are_trimmed_to_the_tokens_that_may_still_follow(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(max_seq_len=12, positions="learned"), dtype=torch.float64)
@@ -461,6 +466,10 @@ class RecordingProposer:
     def release(self, seq_id: int) -> None:
         """Forget a sequence."""
         self.plain.release(seq_id)
+
+    def list_memory(self) -> DeviceMemory:
+        """Return the tensors of the plain proposer."""
+        return self.plain.list_memory()
 
 
 def test_models_with_recurrent_states_are_rejected() -> None:

@@ -131,6 +131,81 @@ def test_client_of_a_running_stream_gets_finish_reason_abort(controlled: Server)
     assert controlled.wait_idle()["kv_cache_usage_perc"] == 0
 
 
+# --- suspension
+
+
+@pytest.fixture
+def suspended(controlled: Server) -> Iterator[Server]:
+    """The server, suspended from the running state until the end of the test."""
+    controlled.wait_idle()
+    assert controlled.post("/suspend", {}).json() == {"status": "ok"}
+    yield controlled
+    controlled.post("/abort", {"all": True}).raise_for_status()
+    controlled.post("/wake_up").raise_for_status()
+    controlled.post("/resume").raise_for_status()
+    controlled.wait_idle()
+
+
+def test_requests_wait_while_the_server_is_suspended(suspended: Server) -> None:
+    thread, responses = send(suspended, COMPLETIONS, prompt="x", max_tokens=5, ignore_eos=True)
+    ready = suspended.get("/ready")
+    assert ready.status_code == 503
+    text = "the server is suspended: requests wait until POST /wake_up, and then POST /resume."
+    assert text in ready.json()["error"]["message"]
+    assert suspended.get("/health").status_code == 200
+    samples = suspended.metrics()
+    assert samples["engine_suspended"] == samples["engine_paused"] == 1
+    for path, body, text in (
+        (
+            "/resume",
+            {},
+            "resume: the engine is suspended (kv_cache=offload, offload_weights=false)",
+        ),
+        ("/suspend", {"offload_weights": True}, "the engine is suspended with kv_cache=offload"),
+    ):
+        rejected = suspended.post(path, body)
+        assert rejected.status_code == 409 and text in rejected.json()["error"]["message"]
+        assert "Call wake_up first" in rejected.json()["error"]["message"]
+    for path in ("/suspend", "/pause", "/wake_up", "/wake_up"):  # repeated, or without effect
+        assert suspended.post(path, {}).json() == {"status": "ok"}
+    samples = suspended.metrics()
+    assert (samples["engine_suspended"], samples["engine_paused"]) == (0, 1)
+    assert "the server is paused" in suspended.get("/ready").json()["error"]["message"]
+    assert not responses
+    suspended.post("/resume").raise_for_status()
+    thread.join(60)
+    assert responses[0].json()["usage"]["completion_tokens"] == 5
+    assert suspended.get("/ready").status_code == 200
+
+
+def test_weights_are_updated_while_the_server_is_suspended(controlled: Server, run: Path) -> None:
+    expected = complete(controlled)
+    controlled.post("/pause").raise_for_status()
+    body = {"kv_cache": "recompute", "offload_weights": True}
+    controlled.post("/suspend", body).raise_for_status()
+    updated = controlled.post("/update_weights", {"path": str(run), "mode": "recompute"})
+    assert updated.raise_for_status().json()["status"] == "ok"
+    controlled.post("/wake_up").raise_for_status()
+    controlled.post("/resume").raise_for_status()
+    assert complete(controlled) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"kv_cache": "ofload"}, "kv_cache='ofload': there is no such mode. Did you mean offload"),
+        ({"kv_cache": 1}, "kv_cache=1 must be a text, such as 'offload'"),
+        ({"offload_weights": 1}, "offload_weights=1 must be true or false"),
+    ],
+)
+def test_invalid_suspensions_are_rejected(
+    controlled: Server, body: dict[str, Any], text: str
+) -> None:
+    response = controlled.post("/suspend", body)
+    assert response.status_code == 400 and text in response.json()["error"]["message"]
+    assert controlled.get("/ready").status_code == 200
+
+
 # --- weight updates
 
 

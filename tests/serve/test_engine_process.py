@@ -19,12 +19,13 @@ import pytest
 import zmq
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams
-from megalith.config.serve import CacheConfig, EngineConfig, GraphConfig, SpeculationConfig
+from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from megalith.config.server import ServeConfig, ServeRun, serve_problems
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.infer import engine
 from megalith.infer.llm import LLM
+from megalith.infer.suspend import ReleasedStorage
 from megalith.plan.serving.request_routing import compute_block_keys
 from megalith.serve import metrics as serving_metrics
 from megalith.serve import transport
@@ -336,6 +337,55 @@ def test_paused_engine_does_not_drain(peer: Peer, new_run: Path) -> None:
     assert replies[2] == {"weight_version": 1}
 
 
+def test_drain_of_a_suspended_engine_finishes_requests(peer: Peer) -> None:
+    suspension = {"kv_cache": "offload", "offload_weights": True}
+    peer.send(EngineCall(1, "suspend", suspension))
+    assert peer.receive() == Reply(1, {})
+    assert peer.call(2, "stats")["state"] == "suspended"
+    peer.send(request(1, deadline_s=0.01))
+    message = peer.receive()  # deadlines pass
+    assert isinstance(message, StepOutputs) and TokenUpdate(*message.updates[0]).is_timeout
+    peer.send(request(2))
+    peer.send(EngineCall(3, "drain"))
+    peer.send(EngineCall(4, "suspend", suspension))
+    updates: list[TokenUpdate] = []
+    replies: list[Reply] = []
+    while len(replies) < 2:
+        message = peer.receive()
+        if isinstance(message, StepOutputs):
+            updates += [TokenUpdate(*item) for item in message.updates]
+        else:
+            assert isinstance(message, Reply)
+            replies.append(message)
+    assert [each.call_id for each in replies] == [4, 3]
+    assert replies[0].result["status"] == 409
+    assert "suspend: the server is shutting down" in replies[0].result["error"]
+    assert len(updates) == 3 and updates[-1].finish_reason == "length"
+
+
+def test_drain_fails_requests_if_the_engine_cannot_wake_up(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer.send(EngineCall(1, "suspend", {"kv_cache": "offload", "offload_weights": True}))
+    assert peer.receive() == Reply(1, {})
+    peer.send(request(2))
+
+    def fail(self: ReleasedStorage) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReleasedStorage, "allocate", fail)
+        peer.send(EngineCall(3, "wake_up"))
+        reply = peer.receive()
+        assert isinstance(reply, Reply) and reply.result["status"] == 503
+        assert peer.call(4, "stats")["state"] == "suspended"
+        peer.send(EngineCall(5, "drain"))
+        _, (update,) = peer.read_request()
+        assert update.finish_reason == "error"
+        assert "wake_up: the device memory does not suffice" in str(update.error)
+        assert peer.receive() == Reply(5, {})
+
+
 def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:
     peer.send(request(1, max_new_tokens=200))
     assert isinstance(peer.receive(), StepOutputs)
@@ -473,23 +523,6 @@ def test_metrics_measure_the_latency_of_a_slow_model(
     assert value("time_to_first_token_seconds_sum") == 0.25
     assert value("inter_token_latency_seconds_count") == 5
     assert value("inter_token_latency_seconds_sum") == 5 * 0.25
-
-
-def test_metrics_count_replayed_steps_by_bucket_and_others_by_reason(run: Path) -> None:
-    metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
-    config = EngineConfig(graphs=GraphConfig(mode="static_replay"), max_num_seqs=4)
-    llm = LLM(run, config=config, callbacks=[metrics])
-    graphs = llm.engine.runner.graphs
-    assert graphs is not None and graphs.is_captured  # before the first request
-    for number in (1, 2):  # counters go on
-        llm.generate([[1, 2]], SamplingParams(max_new_tokens=6, ignore_eos=True))
-        steps = llm.engine.runner.count_graph_steps()
-        text = metrics.render(llm.engine.scheduler.make_stats(), graph_steps=steps)
-        samples = [line for line in text.splitlines() if "_steps_total{" in line]
-        assert samples == [
-            f'megalith_graph_steps_total{{bucket="1x0x1",model_name="tiny"}} {5.0 * number}',
-            f'megalith_eager_steps_total{{model_name="tiny",reason="prefill"}} {1.0 * number}',
-        ]
 
 
 def test_metrics_count_drafts_by_position(run: Path) -> None:
@@ -736,28 +769,3 @@ def test_many_logprobs_are_built_on_another_thread() -> None:
 def test_characters_of_a_context_are_those_of_its_longest_token() -> None:
     assert count_prompt_characters(ByteTokenizer(), 10) == 10 * len("<|endoftext|>")
     assert count_prompt_characters(NullTokenizer(12), 10) is None
-
-
-def test_metrics_count_blocks_in_host_memory(run: Path) -> None:
-    metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
-    cache = CacheConfig(num_blocks=6, block_size=4, host_gb=0.001)
-    llm = LLM(run, config=EngineConfig(cache=cache, max_model_len=20), callbacks=[metrics])
-    prompts = [[1, 2] * 8, [2, 1] * 8]
-    cached = []
-    for prompt in prompts * 2:
-        (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=1))
-        cached.append(output.num_cached_tokens)
-        text = metrics.render(llm.engine.scheduler.make_stats())
-    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-
-    def value(name: str) -> float:
-        return float(samples[f'megalith_{name}{{model_name="tiny"}}'])
-
-    assert cached == [0, 0, 12, 12]
-    stats = llm.engine.scheduler.make_stats()
-    assert value("external_prefix_cache_hits_total") == stats.host_hit_tokens
-    assert 0 < stats.host_hit_tokens <= value("prefix_cache_hits_total") == 24
-    assert value("kv_offload_loaded_blocks_total") == stats.host_hit_tokens / 4
-    assert value("kv_offload_stored_blocks_total") == stats.num_used_host_blocks
-    usage = stats.num_used_host_blocks / stats.num_host_blocks
-    assert value("kv_offload_cpu_cache_usage_perc") == usage > 0

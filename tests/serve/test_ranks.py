@@ -1,5 +1,6 @@
 """A server whose engine runs on two tensor-parallel ranks, or on two pipeline stages."""
 
+import json
 import os
 import signal
 import subprocess
@@ -48,6 +49,7 @@ def test_two_ranks_serve_the_completions_of_one_process(
         with pytest.raises(httpx2.ReadTimeout):
             ranks.post("/v1/completions", PROMPT | {"max_tokens": 200}, timeout=0.05)
         assert ranks.wait_idle()["num_requests_running"] == 0
+        check_suspended_stream(ranks)
         for path, version in ((new_run, 1), (run, 2)):
             updated = ranks.post("/update_weights", {"path": str(path), "mode": "recompute"})
             assert updated.json() == {"status": "ok", "weight_version": version}
@@ -56,6 +58,25 @@ def test_two_ranks_serve_the_completions_of_one_process(
             ]
             assert (texts == [choice["text"] for choice in expected]) == (path == run)
         assert ranks.stop() == 0, ranks.lines
+
+
+def check_suspended_stream(ranks: Server) -> None:
+    """All ranks are suspended and woken up while they have a request."""
+    body = PROMPT | {"max_tokens": 200, "n": 1}
+    expected = ranks.post("/v1/completions", body).json()["choices"][0]["text"]
+    for kv_cache in ("offload", "recompute"):
+        stream = body | {"stream": True, "cache_salt": kv_cache}
+        with ranks.client.stream("POST", ranks.url + "/v1/completions", json=stream) as response:
+            lines = response.iter_lines()
+            received = [next(lines)]
+            suspension = {"kv_cache": kv_cache, "offload_weights": True}
+            assert ranks.post("/suspend", suspension).json() == {"status": "ok"}
+            assert ranks.metrics()["engine_suspended"] == 1
+            assert ranks.post("/wake_up").json() == {"status": "ok"}
+            assert ranks.post("/resume").json() == {"status": "ok"}
+            received += lines
+        chunks = [json.loads(line[6:]) for line in received if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
 
 
 def test_server_fails_requests_when_a_rank_is_killed(run: Path) -> None:

@@ -140,10 +140,15 @@ def test_streams_of_a_killed_replica_continue_with_the_same_text(replicas: Serve
     samples = replicas.metrics()
     running = [samples[f'num_requests_running{{engine="{index}"}}'] for index in (0, 1)]
     assert min(running) > 0, "a replica has no requests"
+    suspension = {"kv_cache": "offload", "offload_weights": True}
+    assert replicas.post("/suspend", suspension).status_code == 200
     os.kill(children(replicas.process.pid)[0], signal.SIGKILL)
     wait_for_replicas(replicas, 1)
     assert replicas.get("/health").status_code == 200
-    assert replicas.get("/ready").status_code == 503  # paused
+    assert "the server is suspended" in replicas.get("/ready").json()["error"]["message"]
+    assert replicas.post("/resume").status_code == 409
+    assert replicas.post("/wake_up").status_code == 200
+    assert "the server is paused" in replicas.get("/ready").json()["error"]["message"]
     assert replicas.post("/resume").status_code == 200
     for stream, expected in zip(streams, undisturbed, strict=True):
         stream.finish()

@@ -463,7 +463,7 @@ def test_replica_that_does_not_respond_delays_no_metrics_and_no_readiness(
         ready = asyncio.create_task(get_ready(state, RequestContext("r", "/ready")))
         await asyncio.sleep(0.1)  # none has answered: the first answer counts
         assert not ready.done()
-        assert (await cluster.engines[1].answer({"is_paused": True})).command == "stats"
+        assert (await cluster.engines[1].answer({"state": "paused"})).command == "stats"
         with pytest.raises(ApiError, match="the server is paused"):
             async with asyncio.timeout(10):
                 await ready

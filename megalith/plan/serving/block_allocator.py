@@ -113,6 +113,11 @@ class BlockAllocator:
         """Return the number of references to a block."""
         return self._ref_counts[block]
 
+    def list_stored(self) -> list[int]:
+        """Return the blocks that are used or cached, in ascending order."""
+        free = set(self._free)
+        return [block for block in range(self.num_blocks) if block not in free]
+
     def is_registered(self, block: int) -> bool:
         """Return whether the block is in the index of the prefix cache."""
         return self._registered[block]
