@@ -446,47 +446,6 @@ def test_command_reaches_a_replica_that_gets_ready_while_it_is_executed() -> Non
     run_cluster(test)
 
 
-def test_replica_that_is_restarted_is_suspended_as_the_others() -> None:
-    async def test(cluster: Cluster) -> None:
-        client = cluster.client
-        suspension = {"kv_cache": "recompute", "offload_weights": True}
-
-        async def call(command: str, answer: dict[str, Any], **arguments: Any) -> None:
-            calls = asyncio.create_task(client.call(command, arguments))
-            for engine in cluster.engines.values():
-                message = await engine.answer(answer)
-                assert (message.command, message.arguments) == (command, arguments)
-            await calls
-
-        async def restart() -> None:
-            client.handle_replica_failure(1)
-            cluster.engines[1] = await cluster.start(1)
-
-        with pytest.raises(ApiError, match="no host memory") as raised:
-            await call("suspend", {"error": "no host memory", "status": 503}, **suspension)
-        assert raised.value.status == 503
-        await call("resume", {})  # it is not suspended
-        await call("suspend", {}, **suspension)
-        await restart()
-        message = await cluster.engines[1].answer({})
-        assert (message.command, message.arguments) == ("suspend", suspension)
-        for command, arguments, text in (
-            ("resume", {}, "resume: the engine is suspended .*Call wake_up first, then resume"),
-            ("suspend", {"kv_cache": "persist"}, "suspended with kv_cache=recompute, offload"),
-        ):
-            with pytest.raises(ApiError, match=text) as raised:  # before it is sent
-                await client.call(command, arguments)
-            assert raised.value.status == 409
-        await call("wake_up", {})
-        await restart()
-        assert (await cluster.engines[1].answer({})).command == "pause"
-        await call("resume", {})
-        await restart()
-        await call("stats", {})
-
-    run_cluster(test)
-
-
 @pytest.mark.parametrize("text", ["", "# HELP a text\n# TYPE a gauge\na 1.0\n"])
 def test_replica_that_does_not_respond_delays_no_metrics_and_no_readiness(
     text: str, monkeypatch: pytest.MonkeyPatch
