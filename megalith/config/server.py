@@ -84,8 +84,9 @@ class ServeConfig:
     tool calls (gpt-oss, hermes, json, llama3-json or qwen3-coder). None: all text is content."""
 
     enable_admin: bool = False
-    """Serve the control endpoints: POST /abort, /pause, /resume, /reset_prefix_cache,
-    /restart_replica, /v1/load_lora_adapter and /v1/unload_lora_adapter. Needs api_key."""
+    """Serve the control endpoints: POST /abort, /pause, /resume, /suspend, /wake_up,
+    /update_weights, /reset_prefix_cache, /restart_replica, /v1/load_lora_adapter and
+    /v1/unload_lora_adapter. Needs api_key."""
 
     max_requests_per_key: Annotated[int | None, Ge(1), Example(16)] = None
     """Maximum number of concurrent requests of each API key that run the model; more are rejected

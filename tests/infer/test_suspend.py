@@ -159,7 +159,14 @@ def build_case(name: str, tiny: SimpleNamespace) -> InferenceEngine:
     return build(tiny.model(tiny.config(**model), dtype=torch.float64), **engine)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("dense", "windows", "fp8, MTP")
+"""Cases of `make test`; the others are in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_suspended_engine_generates_the_same_tokens(name: str, tiny: SimpleNamespace) -> None:
     requests, arrivals = make_requests(len(name))
     reference = build_case(name, tiny)
