@@ -359,6 +359,16 @@ def run_on_a_rank(
     HostBlockPool._load = fail_once  # type: ignore[method-assign]  # in a process of its own
     try:
         outputs = run(engine, REQUESTS, SPACED)
+        unrelated: Requests = [([36 - index] * 30, REQUESTS[0][1]) for index in range(2)]
+        run(engine, unrelated)
+        num_loaded = stats_of(engine).num_loaded_blocks
+        number = engine.add_request(*REQUESTS[6])
+        engine.step()
+        assert stats_of(engine).num_loaded_blocks > num_loaded
+        assert engine.is_unfinished(number)
+        engine.abort(number)  # with pipeline stages, while its step is in flight
+        while engine.has_unfinished:
+            engine.step()
     finally:
         HostBlockPool._load = load  # type: ignore[method-assign]  # restored
     assert num_calls > 1
