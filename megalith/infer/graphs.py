@@ -566,9 +566,15 @@ class StepGraphs:
         return bool(self._replays)
 
     def capture(self) -> None:
-        """Capture the steps of all buckets on padding. Collective over the ranks of the model."""
-        with torch.inference_mode():
-            self._capture()
+        """Capture the steps of all buckets on padding; none of them if one fails. Collective over
+        the ranks of the model."""
+        self.reset()
+        try:
+            with torch.inference_mode():
+                self._capture()
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         """Drop all graphs, which hold addresses of weights and of the KV cache, for example before

@@ -319,7 +319,9 @@ def reallocate_weight(engine: InferenceEngine) -> None:
 
 
 def reallocate_blocks(engine: InferenceEngine) -> None:
-    engine.runner.cache._pool.clear()
+    pool = engine.runner.cache._pool
+    for name, blocks in pool.items():
+        pool[name] = blocks._replace(data=blocks.data.clone())
 
 
 def reallocate_rope(engine: InferenceEngine) -> None:
@@ -359,6 +361,26 @@ def test_a_tensor_that_is_allocated_again_is_detected(
     graphs.reset()
     (output,) = run(engine, [([1, 2, 3], SAMPLED)])
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_capture_that_fails_is_repeated_completely(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64).eval()
+    requests = [([4, 2, 7], SAMPLED)]
+    expected = run(build(model), requests)
+    engine = build(model, graphs=STATIC, max_num_seqs=4)
+    plain, calls = model.forward, list[int]()
+
+    def fails(ids: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(len(ids))
+        if len(calls) == 4:  # the prompt, the shapes of outputs, and the largest bucket succeed
+            raise RuntimeError("once")
+        return plain(ids, *rest, **options)
+
+    model.forward = fails  # type: ignore[method-assign]
+    outputs = run(engine, requests)
+    del model.forward
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert graphs_of(engine.runner).num_replays and len(calls) > 5
 
 
 def test_padding_that_is_stored_in_the_block_of_a_sequence_is_detected(
