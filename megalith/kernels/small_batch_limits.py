@@ -159,10 +159,9 @@ def choose_tile(shapes: Sequence[tuple[int, int]], seconds: float, device: torch
         total = 0.0
         for shape in shapes:
             weights = _build_weights(shape, torch.bfloat16, device)
-            _MatmulPair(TILE_ROWS, weights, tile).kernel(weights[0])  # compiles the kernel
-            total += _MatmulPair(TILE_ROWS, weights, tile).measure(
-                seconds / NUM_TILES / len(shapes)
-            )[0]
+            pair = _MatmulPair(TILE_ROWS, weights, tile)
+            pair.kernel(weights[0])  # compiles the kernel
+            total += pair.measure(seconds / NUM_TILES / len(shapes))[0]
         times.append(total)
     return times.index(min(times))
 

@@ -16,15 +16,22 @@ from megalith.testing.tiny import INTERPRET
 from tests.kernels.triton_interpreter import use_triton
 
 FOLDER = Path(__file__).parent
-NAMES = "gated", "loss", "norm", "rope", "paged", "small_batch", "multicast"
-FILES = [str(FOLDER / f"test_triton_{name}.py") for name in NAMES]
+LAYERS, PAGED, MATMULS = ("gated", "loss", "norm", "rope", "multicast"), ("paged",), ("small_batch",)
 
 
 @pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
-@pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_triton_kernels_pass_their_tests_in_the_interpreter(marker: str) -> None:
-    # About 20 s of computing: an interpreter is slow, and one process runs all, because starting it
-    # takes 3 s.
+@pytest.mark.parametrize(
+    ("names", "marker"),
+    [
+        *((names, "not slow") for names in (LAYERS, PAGED, MATMULS)),
+        pytest.param(PAGED, "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_triton_kernels_pass_their_tests_in_the_interpreter(
+    names: tuple[str, ...], marker: str
+) -> None:
+    # About 10 s of computing: an interpreter is slow, and one process runs several files, because
+    # starting it takes 3 s.
     result = subprocess.run(
         [
             sys.executable,
@@ -38,7 +45,7 @@ def test_triton_kernels_pass_their_tests_in_the_interpreter(marker: str) -> None
             "no:cacheprovider",
             "-p",
             "no:xdist",
-            *FILES,
+            *(str(FOLDER / f"test_triton_{name}.py") for name in names),
         ],
         env={**os.environ, INTERPRET: "1"},
         capture_output=True,
