@@ -91,7 +91,7 @@ def find_accepted_tokens(draft_ids: Sequence[int], sampled: Sequence[SampledToke
     """Return the tokens that a row generates: the drafts that equal the sampled tokens, and the
     first one that does not, or the one after all drafts; none if sampling failed.
 
-    >>> sampled = [SampledToken(token) for token in (5, 6, 7)]
+    >>> sampled = [SampledToken(token=token) for token in (5, 6, 7)]
     >>> find_accepted_tokens([5, 8], sampled), find_accepted_tokens([5, 6], sampled)
     ([5, 6], [5, 6, 7])
     """
