@@ -80,13 +80,14 @@ def speculation_problems(config: SpeculationConfig) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig:
-    """Graphs of model steps: all kernels of a step start at once, on a batch that is padded to one
-    of a few sizes (buckets)."""
+    """Graphs of model steps: the kernels of a step start without the Python code of its layers; on
+    GPUs all at once, on a batch that is padded to one of a few sizes (buckets)."""
 
-    mode: Literal["auto", "none", "static_replay", "cuda_graph"] = "auto"
-    """cuda_graph: CUDA graphs; static_replay: the same buffers and padding, executed eagerly, to
-    check them without a GPU; auto: cuda_graph on NVIDIA GPUs where the model supports it, else
-    none."""
+    mode: Literal["auto", "none", "recorded", "static_replay", "cuda_graph"] = "auto"
+    """recorded: forward passes of up to 64 tokens are recorded and repeated with the same bits, on
+    CPUs in one process; cuda_graph: CUDA graphs; static_replay: their buffers and padding, executed
+    eagerly, to check them without a GPU; auto: cuda_graph on NVIDIA GPUs and recorded on CPUs,
+    where the model supports it, else none."""
 
     num_buckets: Annotated[int | None, Ge(1), Example(8)] = None
     """Number of token counts that have buckets. Unset: as many as the distribution needs."""

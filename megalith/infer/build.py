@@ -105,6 +105,7 @@ def build_engine(
         expert_group=generator.expert_group,
         host_pool=build_host_pool(generator, config, cache),
         graphs=graphs,
+        is_recorded=config.graphs.mode in ("auto", "recorded"),
     )
 
     def build(callbacks: Sequence[EngineCallback]) -> InferenceEngine:
@@ -123,6 +124,8 @@ def build_engine(
     if config.batch_invariant:
         check_batch_invariance(build(()))
     engine = build(callbacks)
+    if runner.recorded is None:
+        check_mode_is_not_recorded(config, _device_of(generator), num_ranks=generator.ranks.size)
     runner.capture_graphs()
     for entry in config.adapters:
         engine.load_adapter(*entry.split("=", 1))
@@ -135,6 +138,22 @@ def build_engine(
 def _has_padding(generator: TextGenerator) -> bool:
     """Return whether steps may have tokens of padding."""
     return not generator.model.tp_comm.invariant or generator.expert_group.size > 1
+
+
+def check_mode_is_not_recorded(
+    config: EngineConfig, device: torch.device, *, num_ranks: int
+) -> None:
+    """Check that the settings do not require recorded forward passes, which the engine of a device
+    and a number of ranks does not have.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if config.graphs.mode == "recorded":
+        raise ConfigError(
+            f"graphs.mode=recorded on {device.type} with {num_ranks} processes: passes are recorded "
+            "on CPUs in one process. Set graphs.mode to auto."
+        )
 
 
 def _device_of(generator: TextGenerator) -> torch.device:
@@ -336,7 +355,12 @@ def _build_model_proposer(
     if generator.draft_model is None:
         return MTPProposer(runner, cache, max_tokens=max_tokens)
     return DraftModelProposer(
-        ModelRunner(generator.draft_model, cache, limits=runner.limits),
+        ModelRunner(
+            generator.draft_model,
+            cache,
+            limits=runner.limits,
+            is_recorded=runner.recorded is not None,
+        ),
         vocab_size=runner.model.config.vocab_size,
         max_num_batched_tokens=max_tokens,
     )

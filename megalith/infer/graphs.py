@@ -125,7 +125,7 @@ def plan_graphs(
     """
     graphs = config.graphs
     mode = graphs.mode
-    if mode == "none":
+    if mode == "none" or mode == "recorded":
         return None
     reason = graph_limitation(model, cache_plan, attention_kernel, expert_group)
     if mode == "auto":

@@ -14,7 +14,7 @@ from megalith.infer.graphs import GraphPlan, StageOutputs, StepGraphs, StepInput
 from megalith.infer.kv_offload import HostBlockPool
 from megalith.infer.outputs import StepResults
 from megalith.infer.pipeline import PipelineLink
-from megalith.infer.recorded_forward import RecordedForwards
+from megalith.infer.recorded_forward import MAX_TOKENS, RecordedForwards
 from megalith.infer.suspend import DeviceMemory, list_weights
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.cpu_threads import loops_of_any_size
@@ -88,12 +88,13 @@ class ModelRunner:
         expert_group: Group = SINGLE_RANK,
         host_pool: HostBlockPool | None = None,
         graphs: GraphPlan | None = None,
+        is_recorded: bool = True,
     ) -> None:
         """`limits`: numbers of rows for which matmuls use the small-batch kernel; all of them if
         results must not depend on the batch; `link`: to the other pipeline stages; `adapters`: of
         its requests; `expert_group`: ranks of this stage, if some have other requests and share
         experts; `host_pool`: blocks of the cache in host memory; `graphs`: steps that are
-        replayed."""
+        replayed; `is_recorded`: record and repeat forward passes, on CPUs in one process."""
         self._expert_group = expert_group
         self.model, self.cache, self._link, self.adapters = model, cache, link, adapters
         self._host_pool = host_pool
@@ -103,9 +104,10 @@ class ModelRunner:
         self._num_token_shards = 1 if model.tp_comm.invariant else model.tp_comm.group.size
         self.limits = ALL_ROW_COUNTS if cache.batch_invariant else limits
         self._device = next(model.parameters()).device
-        # collectives and kernels on other devices are not recorded
-        is_recorded = self._device.type == "cpu" and not self.is_distributed
-        self.recorded = RecordedForwards(list_weights(model)) if is_recorded else None
+        self.recorded: RecordedForwards | None = None
+        """Recorded forward passes; None: collectives and kernels on GPUs are not recorded."""
+        if is_recorded and self._device.type == "cpu" and not self.is_distributed:
+            self.recorded = RecordedForwards(list_weights(model))
         self.graphs: StepGraphs | None = None
         """Captured steps; None: all steps run eagerly."""
         if graphs is not None:
@@ -179,13 +181,15 @@ class ModelRunner:
     def describe_graphs(self) -> str:
         """Describe which steps are replayed."""
         if self.graphs is None:
-            return "none"
+            return "none" if self.recorded is None else f"recorded, up to {MAX_TOKENS} tokens"
         plan = self.graphs.plan
         largest = max(plan.buckets)
         return f"{plan.mode}, {len(plan.buckets)} buckets of up to {largest.num_tokens} tokens"
 
     def count_graph_steps(self) -> dict[str, dict[str, int]]:
         """Return the numbers of replayed steps by bucket and of other steps by reason."""
+        if self.recorded is not None:
+            return {"graph_steps": {"recorded": self.recorded.num_replays}}
         if self.graphs is None:
             return {}
         replays = {str(bucket): count for bucket, count in self.graphs.num_replays.items()}

@@ -291,9 +291,12 @@ def _bits(argument: Tensor | int | float) -> int:
         return argument
     if isinstance(argument, Tensor):
         return argument.data_ptr()
-    if isinstance(argument, float):
-        return int(struct.unpack("q", struct.pack("d", argument))[0])
-    return argument
+    return float_bits(argument) if isinstance(argument, float) else argument
+
+
+def float_bits(number: float) -> int:
+    """Return the bits of a double as an integer."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 # Allocator settings of CPU runs: the process keeps freed memory, because every training step

@@ -137,6 +137,7 @@ def build(
         expert_group=expert_group,
         host_pool=host_pool,
         graphs=graph_plan,
+        is_recorded=config.graphs.mode in ("auto", "recorded"),
     )
     generator = TextGenerator(
         model,

@@ -589,8 +589,8 @@ def test_cpus_have_no_graphs_by_default(tiny: SimpleNamespace) -> None:
     assert plan is not None and [bucket.num_tokens for bucket in plan.buckets] == [8, 4, 2, 1]
     engine = build(model, graphs=STATIC, max_num_seqs=8)
     assert engine.describe().endswith("graphs: static_replay, 4 buckets of up to 8 tokens")
-    assert build(model).describe().endswith("graphs: none")
-    assert build(model).runner.count_graph_steps() == {}
+    assert build(model).describe().endswith("graphs: recorded, up to 64 tokens")
+    assert build(model).runner.count_graph_steps() == {"graph_steps": {"recorded": 0}}
 
 
 @pytest.mark.parametrize(

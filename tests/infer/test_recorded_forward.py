@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
+from megalith.config.serve import EngineConfig, GraphConfig
+from megalith.errors import ConfigError
+from megalith.infer.build import build_engine, check_mode_is_not_recorded
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.recorded_forward import MAX_TOKENS, RecordedForwards
@@ -18,6 +22,7 @@ from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS, S
 from megalith.kernels.packed import seq_params_from_rows
 from tests.infer.engines import build, run
 from tests.infer.test_engine import KINDS, random_requests
+from tests.infer.test_quantize import load, save
 
 NOT_RECORDED = {
     "MLA": "MLA chooses its form by the lengths of the sequences",
@@ -165,6 +170,48 @@ def test_what_depends_on_the_step_is_found_while_recording(method: str, reason: 
             assert torch.equal(outputs.encoder_hidden, expected_inputs.encoder_hidden)
     assert recorded.num_replays == (3 if reason is None else 0)
     assert recorded.failure is None if reason is None else reason in str(recorded.failure)
+
+
+def test_the_setting_of_graphs_decides_whether_passes_are_recorded(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    requests = random_requests(4, model.config.vocab_size, count=2)
+    for mode, description in (
+        ("auto", "recorded, up to 64 tokens"),
+        ("recorded", "recorded, up to 64 tokens"),
+        ("none", "none"),
+    ):
+        engine = build(model, graphs=GraphConfig(mode=mode))
+        assert engine.describe().endswith(f"graphs: {description}")
+        generate(engine, requests)
+        counts = engine.runner.count_graph_steps()
+        assert (counts != {}) == (mode != "none")
+        if counts:
+            assert counts["graph_steps"]["recorded"] > 0
+
+
+def test_int8_weights_are_recorded(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)))
+    model = load(path, "int8", torch.float32).model
+    requests = random_requests(5, 300, count=3)
+    outputs = []
+    for mode in ("auto", "none"):
+        engine = build(model, graphs=GraphConfig(mode=mode))
+        engine.runner.limits = ALL_ROW_COUNTS
+        outputs.append(results(generate(engine, requests)))
+        if engine.runner.recorded is not None:
+            assert engine.runner.recorded.failure is None
+            assert engine.runner.recorded.num_replays > 0
+    assert outputs[0] == outputs[1]
+
+
+def test_recorded_mode_is_rejected_where_passes_are_not_recorded(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    generator = load(save(tmp_path, tiny.model(tiny.config(vocab_size=300))), "none")
+    config = EngineConfig(graphs=GraphConfig(mode="recorded"))
+    assert build_engine(generator, config).runner.recorded is not None
+    with pytest.raises(ConfigError, match="graphs.mode=recorded on cpu with 2 processes: .* auto"):
+        check_mode_is_not_recorded(config, torch.device("cpu"), num_ranks=2)
 
 
 @torch.inference_mode()

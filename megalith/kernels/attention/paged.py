@@ -19,8 +19,8 @@ Blocks in int8 or fp8 are dequantized while they are read: the kernels multiply 
 scales of the keys, and the weights by those of the values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
@@ -114,6 +114,9 @@ class PagedMetadata:
     """Whether a graph replays the kernels with other rows. `lengths` are then upper bounds, and
     kernels read the lengths from the tensors. Tokens after the last row are padding, whose output
     is 0; rows may have no queries."""
+
+    shared: dict[Hashable, "_NumbaStep"] = field(default_factory=dict, init=False)
+    """What the layers of a step have in common, by what it depends on."""
 
     @property
     def shard(self) -> TokenShard:
@@ -822,6 +825,22 @@ def _find_splits(
     return np.array(rows, dtype=np.int64).reshape(-1, 3), num_states
 
 
+class _NumbaStep(NamedTuple):
+    """Arguments of the numba loops that the layers of a step share, as integers."""
+
+    before: tuple[int, ...]
+    """Sizes, scale and softcap."""
+
+    after: tuple[int, ...]
+    """Block tables, tiles, and after the sinks temporary memory."""
+
+    sizes: Tensor
+    num_splits: int
+    work: int
+    kept: tuple[Tensor, ...]
+    """Tensors at these addresses."""
+
+
 def _numba(
     paged: PagedKeys,
     metadata: PagedMetadata,
@@ -837,87 +856,108 @@ def _numba(
     dtype, element = queries[0].dtype, paged.values.data.dtype
     if paged.values.scales is not None:  # the loops are compiled for the dtype of the blocks only
         queries = tuple(q.float() for q in queries)
-    heads, shared, width = paged.num_heads, paged.shared, paged.value_width
+    num_heads, width = queries[0].shape[1], paged.value_width
+    out = (
+        paged.new_partial_output()
+        if is_partial
+        else queries[0].new_empty(len(queries[0]), num_heads, width)
+    )
+    if scores.off_by_one:
+        sinks = torch.zeros(num_heads)
+    step = _share_numba_step(
+        paged._replace(queries=queries), metadata, scores, has_sinks=sinks is not None, out=out
+    )
+    caches = paged.keys[0], paged.keys[-1], paged.values
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    block = (
+        *step.before,
+        queries[0].data_ptr(),
+        queries[-1].data_ptr(),
+        *(cache.data.data_ptr() for cache in caches),
+        *step.after[:4],
+        (step.sizes if sinks is None else sinks).data_ptr(),
+        *step.after[4:],
+        out.data_ptr(),
+        # the loops read fp8 divided by 256
+        cpu_threads.float_bits(256.0 if element == torch.float8_e4m3fn else 1.0),
+        *((step.sizes if cache.scales is None else cache.scales).data_ptr() for cache in caches),
+    )
+    cpu_threads.launch(paged_numba.paged_attention, element, block, elements=step.work)
+    if step.num_splits:
+        cpu_threads.launch(paged_numba.paged_merge, element, block, elements=step.work)
+    return out if is_partial else out.to(dtype)
+
+
+def _share_numba_step(
+    paged: PagedKeys, metadata: PagedMetadata, scores: Scores, *, has_sinks: bool, out: Tensor
+) -> _NumbaStep:
+    """Return the arguments of a step for layers whose scores, and whose shapes of `paged` and
+    `out`, are the same; temporary memory included."""
+    caches = paged.keys[0], paged.keys[-1], paged.values
+    strides = tuple(stride for cache in caches for stride in cache.data.stride()[:3])
+    widths = tuple(q.shape[2] for q in paged.queries)
+    num_query_heads, value_width = out.shape[1], paged.value_width
+    is_quantized, is_partial = paged.values.scales is not None, out.shape[2] > value_width
+    key = scores, strides, widths, out.shape, value_width, has_sinks, is_quantized
+    if key in metadata.shared:
+        return metadata.shared[key]
     visible = visible_key_lengths(metadata.lengths, scores)
-    work = sum(q * k for q, k in visible) * queries[0].shape[1] * width // metadata.shard.num_ranks
+    work = sum(q * k for q, k in visible) * num_query_heads * value_width
+    work //= metadata.shard.num_ranks
     plan = plan_tiles(
         metadata.lengths,
-        heads=heads,
-        shared=shared,
+        heads=paged.num_heads,
+        shared=paged.shared,
         window=scores.window,
         chunked=scores.chunked,
         parts=cpu_threads.num_threads(work),
         shard=metadata.shard,
     )
-    out = (
-        paged.new_partial_output()
-        if is_partial
-        else queries[0].new_empty(*queries[0].shape[:2], width)
-    )
-    if scores.off_by_one:
-        sinks = torch.zeros(queries[0].shape[1])
-    arguments = _numba_arguments(
-        paged._replace(queries=queries), metadata, scores, sinks, plan, out
-    )
-    cpu_threads.run(paged_numba.paged_attention, element, *arguments, elements=work)
-    if len(plan.splits):
-        cpu_threads.run(paged_numba.paged_merge, element, *arguments, elements=work)
-    return out if is_partial else out.to(dtype)
-
-
-def _numba_arguments(
-    paged: PagedKeys,
-    metadata: PagedMetadata,
-    scores: Scores,
-    sinks: Tensor | None,
-    plan: _TilePlan,
-    out: Tensor,
-) -> list[Tensor | int | float]:
-    """Return the arguments of the numba loops, in their order; temporary memory included."""
-    widths = [q.shape[2] for q in paged.queries]
-    rope_width, value_width, parts = sum(widths[1:]), paged.value_width, len(plan.bounds) - 1
-    caches = paged.keys[0], paged.keys[-1], paged.values
+    parts = len(plan.bounds) - 1
     sizes = torch.tensor(
         [
             parts,
             paged.num_heads,
             paged.shared,
             widths[0],
-            rope_width,
+            sum(widths[1:]),
             value_width,
             metadata.block_size,
-            *(stride for cache in caches for stride in cache.data.stride()[:3]),
+            *strides,
             scores.window or 0,
             int(scores.chunked),
             metadata.block_tables.shape[1],
             plan.max_rows,
             len(plan.splits),
-            int(sinks is not None),
+            int(has_sinks),
             len(out),
-            int(paged.values.scales is not None),
+            int(is_quantized),
             metadata.shard.rank,
             metadata.shard.num_ranks,
-            int(out.shape[2] > value_width),
+            int(is_partial),
         ]
     )
     state = value_width + 2
     scratch = plan.max_rows * sum(widths) + 11 * SEGMENT + (4 + plan.max_rows) * state
-    tensors = [torch.from_numpy(array) for array in (plan.tiles, plan.bounds, plan.splits)]
-    return [
-        sizes,
-        float(scores.factor(1)),
-        float(scores.softcap or 0),
-        paged.queries[0],
-        paged.queries[-1],
-        *(cache.data for cache in caches),
+    kept = (
         metadata.block_tables.to(torch.int32).contiguous(),
-        *tensors,
-        sizes if sinks is None else sinks.float().contiguous(),
+        *(torch.from_numpy(array) for array in (plan.tiles, plan.bounds, plan.splits)),
         torch.empty(plan.num_states * state),
         torch.empty(parts * scratch),
         torch.empty(parts * 3 * (SEGMENT + 4), dtype=torch.int64),
-        out,
-        # the loops read fp8 divided by 256
-        256.0 if paged.values.data.dtype == torch.float8_e4m3fn else 1.0,
-        *(sizes if cache.scales is None else cache.scales for cache in caches),
-    ]
+    )
+    scale, softcap = (
+        cpu_threads.float_bits(scores.factor(1)),
+        cpu_threads.float_bits(scores.softcap or 0),
+    )
+    step = _NumbaStep(
+        (sizes.data_ptr(), scale, softcap),
+        tuple(tensor.data_ptr() for tensor in kept),
+        sizes,
+        len(plan.splits),
+        work,
+        kept,
+    )
+    metadata.shared[key] = step
+    return step
