@@ -151,8 +151,8 @@ def check_mode_is_not_recorded(
     """
     if config.graphs.mode == "recorded":
         raise ConfigError(
-            f"graphs.mode=recorded on {device.type} with {num_ranks} processes: passes are recorded "
-            "on CPUs in one process. Set graphs.mode to auto."
+            f"graphs.mode=recorded on {device.type} with {num_ranks} processes: passes are "
+            "recorded on CPUs in one process. Set graphs.mode to auto."
         )
 
 
