@@ -127,9 +127,7 @@ def build_engine(
     engine = build(callbacks)
     if runner.graphs is None and config.graphs.mode == "auto":
         for name, value in bucket_settings(config.graphs).items():
-            logger.warning(
-                "graphs.%s=%s has no effect: this engine has no CUDA graphs", name, value
-            )
+            logger.warning("graphs.%s=%s has no effect without CUDA graphs", name, value)
     if runner.recorded is None:
         check_mode_is_not_recorded(config, _device_of(generator), num_ranks=generator.ranks.size)
     runner.capture_graphs()

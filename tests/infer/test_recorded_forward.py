@@ -1,5 +1,6 @@
 """Recorded forward passes: the bits of eager ones, and what cannot be recorded."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megalith.config.generation import SamplingParams
 from megalith.config.model import RopeConfig
-from megalith.config.serve import EngineConfig, GraphConfig
+from megalith.config.serve import EngineConfig, GraphConfig, engine_problems
 from megalith.errors import ConfigError
 from megalith.infer import recorded_forward
 from megalith.infer.build import build_engine, check_mode_is_not_recorded
@@ -184,6 +185,27 @@ def test_the_setting_of_graphs_decides_whether_passes_are_recorded(tiny: SimpleN
         assert (counts != {}) == (mode != "none")
         if counts:
             assert counts["graph_steps"]["recorded"] > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "recorded"])
+def test_settings_of_buckets_are_rejected_without_buckets(mode: Any) -> None:
+    config = EngineConfig(
+        graphs=GraphConfig(mode=mode, prefills="mixed", num_buckets=4), batch_invariant=True
+    )
+    assert engine_problems(config) == [
+        f"graphs.{name} with graphs.mode={mode}, which has no buckets. Set graphs.mode to auto, or "
+        f"leave graphs.{name.partition('=')[0]} unset."
+        for name in ("num_buckets=4", "prefills=mixed")
+    ]
+
+
+def test_settings_of_buckets_without_effect_are_reported(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = load(save(tmp_path, tiny.model(tiny.config(vocab_size=300))), "none")
+    with caplog.at_level(logging.WARNING, logger="megalith.infer.build"):
+        build_engine(generator, EngineConfig(graphs=GraphConfig(prefills="mixed")))
+    assert "graphs.prefills=mixed has no effect without CUDA graphs" in caplog.messages
 
 
 def test_int8_weights_are_recorded(tmp_path: Path, tiny: SimpleNamespace) -> None:
