@@ -288,7 +288,7 @@ def graph_problems(config: EngineConfig) -> list[str]:
     """Return a message for every setting of graphs that does not fit the others."""
     graphs = config.graphs
     problems = []
-    if graphs.mode not in ("auto", "none") and config.batch_invariant:
+    if graphs.mode in ("static_replay", "cuda_graph") and config.batch_invariant:
         problems.append(
             f"graphs.mode={graphs.mode} with batch_invariant=true: replayed steps use another "
             "attention kernel than prefills, whose results differ by rounding. Set graphs.mode to "
@@ -300,7 +300,24 @@ def graph_problems(config: EngineConfig) -> list[str]:
             "limits the buckets with prompts. Set graphs.prefills to mixed, or leave "
             "graphs.max_tokens unset."
         )
+    if graphs.mode in ("none", "recorded"):
+        problems += [
+            f"graphs.{name}={value} with graphs.mode={graphs.mode}, which has no buckets. Set "
+            f"graphs.mode to auto, or leave graphs.{name} unset."
+            for name, value in bucket_settings(graphs).items()
+        ]
     return problems
+
+
+def bucket_settings(graphs: GraphConfig) -> dict[str, object]:
+    """Return the settings of buckets that are not the default ones."""
+    default = GraphConfig()
+    names = "num_buckets", "distribution", "prefills", "max_tokens"
+    return {
+        name: getattr(graphs, name)
+        for name in names
+        if getattr(graphs, name) != getattr(default, name)
+    }
 
 
 def engine_problems(config: EngineConfig) -> list[str]:

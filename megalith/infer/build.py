@@ -14,6 +14,7 @@ from megalith.config.kernels import (
 from megalith.config.model import ModelConfig
 from megalith.config.serve import (
     EngineConfig,
+    bucket_settings,
     engine_problems,
 )
 from megalith.errors import ConfigError, raise_all
@@ -124,6 +125,9 @@ def build_engine(
     if config.batch_invariant:
         check_batch_invariance(build(()))
     engine = build(callbacks)
+    if runner.graphs is None and config.graphs.mode == "auto":
+        for name, value in bucket_settings(config.graphs).items():
+            logger.warning("graphs.%s=%s has no effect without CUDA graphs", name, value)
     if runner.recorded is None:
         check_mode_is_not_recorded(config, _device_of(generator), num_ranks=generator.ranks.size)
     runner.capture_graphs()

@@ -4,7 +4,7 @@ With few tokens on a CPU, the Python code of the layers takes as long as their m
 one token: 9 of 19 ms). The operations of a forward pass depend only on the number of tokens; so
 the second pass of each number is recorded, and later ones repeat the recorded calls on the same
 tensors, as CUDA graphs do on GPUs. Attention depends on the lengths of the sequences, and is called
-anew with the caches of each step ("piecewise" in vLLM). Results have the same bits.
+in each step with its caches ("piecewise" in vLLM). Results have the same bits.
 
 An operation that cannot be repeated, such as one that reads a tensor of the step which is not an
 input of the recording, is found while recording; the model then continues without.
@@ -31,6 +31,7 @@ from megalith.kernels.layer_inputs import (
     LayerCache,
     LayerInputs,
     StateStep,
+    StepFunction,
 )
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import CachedLayers
@@ -41,16 +42,25 @@ MAX_TOKENS = 64
 """Largest number of tokens of a recorded pass: with more, the Python code takes a few percent of
 the time (heuristic)."""
 
+MAX_BYTES = 1 << 28
+"""Largest size of the tensors of all recordings (heuristic: a 24M model has 0.3 MiB per token, 40
+MiB for the counts 1 to 16; an 8B model, whose Python code takes a few percent, 5 MiB per token)."""
+
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 """Operations whose results have no values yet."""
 
 
 @dataclass(slots=True)
 class _CurrentStep:
-    """The caches and sequences of a step."""
+    """The caches and inputs of a step."""
 
     caches: Sequence[LayerCache]
-    seq_params: PackedSeqParams
+    inputs: LayerInputs
+
+    def inputs_of(self, index: int | None) -> LayerInputs:
+        """Return the inputs of a layer with this cache."""
+        cache = None if index is None else self.caches[index]
+        return replace(self.inputs, cache=cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +76,25 @@ class _AttendCall:
 
     def __call__(self) -> None:
         """Compute attention, and copy it."""
-        attend = self.step.caches[self.index].attend
-        self.output.copy_(attend(self.core, *self.queries, self.step.seq_params, **self.options))
+        cache, seq_params = self.step.caches[self.index], self.step.inputs.seq_params
+        self.output.copy_(cache.attend(self.core, *self.queries, seq_params, **self.options))
+
+
+@dataclass(frozen=True, slots=True)
+class _StepCall:
+    """A part of a layer that is called in each step; its result is copied to `output`."""
+
+    step: _CurrentStep
+    index: int | None
+    """Of the layer's cache."""
+
+    function: StepFunction
+    tensors: Sequence[Tensor]
+    output: Tensor
+
+    def __call__(self) -> None:
+        """Call the function, and copy its result."""
+        self.output.copy_(self.function(*self.tensors, self.step.inputs_of(self.index)))
 
 
 @dataclass(slots=True)
@@ -82,13 +109,21 @@ class _Recording:
     tensors: list[Tensor] = field(default_factory=list)
     """Tensors that the operations read and write, which keep their addresses."""
 
+    own: list[Tensor] = field(default_factory=list)
+    """Results of the operations, and the inputs."""
+
     output: Tensor | None = None
+
+    def count_bytes(self) -> int:
+        """Return the bytes of the tensors that belong to the recording."""
+        storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in self.own}
+        return sum(storages.values())
 
     def replay(self, inputs: Sequence[Tensor], step: _CurrentStep) -> Tensor:
         """Repeat the operations with other inputs; returns x [t, h]."""
         for recorded, current in zip(self.inputs, inputs, strict=True):
             recorded.copy_(current)
-        self.step.caches, self.step.seq_params = step.caches, step.seq_params
+        self.step.caches, self.step.inputs = step.caches, step.inputs
         for operation in self.operations:
             operation()
         assert self.output is not None, "set at the end of the recording"
@@ -141,8 +176,24 @@ class _Recorder(TorchDispatchMode):
 
     def record_attention(self, call: _AttendCall, tensors: Sequence[Tensor | None]) -> None:
         """Record an attention, which was computed; `tensors`: what it reads."""
-        self._check_known([each for each in tensors if each is not None], "attention")
-        self._add_outputs([call.output])
+        self._add_call(call, call.output, [each for each in tensors if each is not None])
+
+    def record_call(
+        self, function: StepFunction, tensors: Sequence[Tensor], inputs: LayerInputs
+    ) -> Tensor:
+        """Return `function(*tensors, inputs)` with the cache of the step, and record the call."""
+        step = self.recording.step
+        index = inputs.cache.index if isinstance(inputs.cache, _RecordedCache) else None
+        with self.pause(), observe_loops(None):
+            output = function(*tensors, step.inputs_of(index))
+        self._add_call(_StepCall(step, index, function, tensors, output), output, tensors)
+        return output
+
+    def _add_call(
+        self, call: Callable[[], None], output: Tensor, tensors: Sequence[Tensor]
+    ) -> None:
+        self._check_known(tensors, "a call")
+        self._add_outputs([output])
         self.recording.operations.append(call)
 
     def fail(self, reason: str) -> None:
@@ -168,12 +219,14 @@ class _Recorder(TorchDispatchMode):
         self.recording.tensors += read
 
     def _add_outputs(self, outputs: Sequence[Tensor]) -> None:
-        self._addresses |= set(map(_address, outputs))
+        new = [each for each in outputs if not self._is_known(each)]
+        self._addresses |= set(map(_address, new))
+        self.recording.own += new
         self.recording.tensors += outputs
 
     def _check_known(self, tensors: Sequence[Tensor], reader: str) -> None:
         if not all(map(self._is_known, tensors)):
-            self.fail(f"{reader} reads a tensor that is made anew in each step")
+            self.fail(f"{reader} reads a tensor that is allocated in each step")
 
     def _is_known(self, tensor: Tensor) -> bool:
         return tensor.numel() == 0 or _address(tensor) in self._addresses
@@ -208,7 +261,7 @@ class _RecordedCache:
     """Cache of one attention while a forward pass is recorded; a `LayerCache`."""
 
     def __init__(self, recorder: _Recorder, index: int) -> None:
-        self._recorder, self._index = recorder, index
+        self._recorder, self.index = recorder, index
         self._cache = recorder.recording.step.caches[index]
 
     def attend(
@@ -224,7 +277,7 @@ class _RecordedCache:
         with self._recorder.pause(), observe_loops(None):
             output = self._cache.attend(core, q, k, v, seq_params, **options)
         step = self._recorder.recording.step
-        call = _AttendCall(step, self._index, core, (q, k, v), options, output)
+        call = _AttendCall(step, self.index, core, (q, k, v), options, output)
         read = (q, k, v, options.get("sinks"), options.get("attention_bias"))
         self._recorder.record_attention(call, read)
         return output
@@ -240,14 +293,14 @@ class _RecordedCache:
         **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Compute attention to latent vectors, which is not recorded."""
-        self._recorder.fail("MLA chooses its form by the lengths of the sequences")
+        self._recorder.fail("attention to latent vectors is not called in each step")
         return self._cache.attend_latent(
             core, q, latent, seq_params, value_size=value_size, **options
         )
 
     def read(self, rows: Tensor, *, value_size: int) -> Tensor:
         """Return the stored rows, which is not recorded."""
-        self._recorder.fail("MLA chooses its form by the lengths of the sequences")
+        self._recorder.fail("rows of latent vectors are not read in each step")
         return self._cache.read(rows, value_size=value_size)
 
     def state(
@@ -266,7 +319,10 @@ class RecordedForwards:
         changed in place."""
         self._constants = weights
         self._recordings: dict[tuple[int, int], _Recording] = {}
-        """By tokens and threads."""
+        """By tokens and threads, least recently used first."""
+
+        self.num_bytes = 0
+        """Size of the tensors of the recordings."""
 
         self._seen: set[tuple[int, int]] = set()
         self._weights: tuple[int, ...] = ()
@@ -276,24 +332,29 @@ class RecordedForwards:
         """Why the passes of this model cannot be repeated; None: they can."""
 
         self.num_replays = 0
+        self.max_tokens = MAX_TOKENS
+        """Largest number of tokens of a recording."""
 
     def reset(self) -> None:
         """Drop all recordings, which keep their tensors in memory."""
         self._recordings, self._seen, self._weights = {}, set(), ()
+        self.num_bytes = 0
 
     def run(
         self, forward: CachedLayers, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, LayerInputs]:
         """Return the result of `forward`: x [t, h], and the inputs of what follows the layers."""
         key = len(x), torch.get_num_threads()
-        if self.failure is not None or key[0] > MAX_TOKENS:
+        if self.failure is not None or key[0] > self.max_tokens:
             return forward(x, inputs, caches)
         weights = tuple(weight.data_ptr() for weight in self._constants)
         if weights != self._weights:
-            self._recordings, self._seen, self._weights = {}, set(), weights
-        step, tensors = _CurrentStep(caches, inputs.seq_params), (x, *inputs.rope)
-        recording = self._recordings.get(key)
+            self.reset()
+            self._weights = weights
+        step, tensors = _CurrentStep(caches, inputs), (x, *inputs.rope)
+        recording = self._recordings.pop(key, None)
         if recording is not None:
+            self._recordings[key] = recording
             self.num_replays += 1
             return recording.replay(tensors, step), inputs
         if key not in self._seen:  # the first pass selects kernels and compiles them
@@ -310,20 +371,33 @@ class RecordedForwards:
         step: _CurrentStep,
     ) -> tuple[Tensor, LayerInputs]:
         x, *rope = (tensor.clone() for tensor in tensors)
-        recording = _Recording((x, *rope), step)
+        recording = _Recording((x, *rope), step, own=[x, *rope])
         recorder = _Recorder(recording, self._constants)
         caches = [_RecordedCache(recorder, index) for index in range(len(step.caches))]
-        recorded_inputs = replace(inputs, rope=tuple(rope))
+        recorded_inputs = replace(inputs, rope=tuple(rope), recorder=recorder)
         with _ReadDetector(recorder), recorder, observe_loops(recorder.record_loop):
             recording.output, outputs = forward(x, recorded_inputs, caches)
         if outputs is not recorded_inputs:
             recorder.fail("a later stage reads a tensor of these layers")
         if recorder.failure is None:
-            self._recordings[key] = recording
+            self._store(key, recording)
         else:
             self.failure = recorder.failure
             logger.info("forward passes are not recorded: %s", self.failure)
-        return recording.output.clone(), replace(outputs, rope=inputs.rope)
+        return recording.output.clone(), replace(outputs, rope=inputs.rope, recorder=None)
+
+    def _store(self, key: tuple[int, int], recording: _Recording) -> None:
+        """Store a recording, and drop the least recently used ones beyond the largest size."""
+        num_bytes = recording.count_bytes()
+        if num_bytes > MAX_BYTES:
+            self.max_tokens = key[0] - 1
+            return
+        self._recordings[key] = recording
+        self.num_bytes += num_bytes
+        while self.num_bytes > MAX_BYTES:
+            oldest = next(iter(self._recordings))
+            self.num_bytes -= self._recordings.pop(oldest).count_bytes()
+            self._seen.discard(oldest)
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """`LayerInputs`: what every layer receives besides its activations; `LayerCache`, `Attend`, and
 routing replay."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypedDict, Unpack
 
@@ -263,6 +263,19 @@ class InsertedEmbeddings(NamedTuple):
     its context-parallel part)."""
 
 
+class ForwardRecorder(Protocol):
+    """Records a forward pass, see `infer/recorded_forward`."""
+
+    def record_call(
+        self, function: "StepFunction", tensors: Sequence[Tensor], inputs: "LayerInputs"
+    ) -> Tensor:
+        """Return `function(*tensors, inputs)`, which is called whenever the pass is repeated."""
+
+
+StepFunction = Callable[..., Tensor]
+"""(*tensors, inputs) -> tensor: a part of a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """What every layer receives besides its activations [t, h]: `forward(x, inputs)`."""
@@ -296,6 +309,16 @@ class LayerInputs:
 
     router_inputs: RouterInputs = NO_ROUTER_INPUTS
     """Scale of the aux losses, and routing decisions to record or replay."""
+
+    recorder: ForwardRecorder | None = None
+    """Records this forward pass; None: it is not recorded."""
+
+    def call_in_each_step(self, function: StepFunction, *tensors: Tensor) -> Tensor:
+        """Return `function(*tensors, self)`, whose operations depend on the values of the tensors
+        or on the lengths of sequences, so that recorded operations cannot be repeated."""
+        if self.recorder is None:
+            return function(*tensors, self)
+        return self.recorder.record_call(function, tensors, self)
 
     def for_recomputation(self) -> "LayerInputs":
         """Return the inputs of a part of the model that backward recomputes: its routers decide

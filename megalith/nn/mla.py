@@ -197,7 +197,8 @@ class LatentAttention(nn.Module):
         latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
         latent = self.kv_norm(latent.contiguous())
         find = self.find if inputs.cache is not None else self.around(self.find)
-        return self.out(find(short, latent, k_rotated, inputs).flatten(1))
+        heads = inputs.call_in_each_step(find, short, latent, k_rotated)
+        return self.out(heads.flatten(1))
 
     def find(
         self,

@@ -552,6 +552,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
+        return inputs.call_in_each_step(self._forward, x)  # the sizes depend on the routing
+
+    def _forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         # `aux_loss_scale` is set in training only, where the expert capacity applies.
         dispatch = (
             self.dispatch

@@ -1,5 +1,6 @@
 """Recorded forward passes: the bits of eager ones, and what cannot be recorded."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import EngineConfig, GraphConfig
+from megalith.config.model import RopeConfig
+from megalith.config.serve import EngineConfig, GraphConfig, engine_problems
 from megalith.errors import ConfigError
+from megalith.infer import recorded_forward
 from megalith.infer.build import build_engine, check_mode_is_not_recorded
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import RequestOutput
@@ -23,11 +26,6 @@ from megalith.kernels.packed import seq_params_from_rows
 from tests.infer.engines import build, run
 from tests.infer.test_engine import KINDS, random_requests
 from tests.infer.test_quantize import load, save
-
-NOT_RECORDED = {
-    "MLA": "MLA chooses its form by the lengths of the sequences",
-    "experts": "returns a value to Python",
-}
 
 
 def generate(
@@ -54,7 +52,7 @@ def results(outputs: Sequence[RequestOutput]) -> list[Any]:
     ],
     ids=["fp32", "bf16 torch", "bf16", "fp64"],
 )
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_RECORDED])
+@pytest.mark.parametrize("kind", KINDS)
 def test_recorded_passes_give_the_bits_of_eager_ones(
     kind: str, dtype: torch.dtype, limits: SmallBatchLimits, tiny: SimpleNamespace
 ) -> None:
@@ -74,17 +72,17 @@ def test_recorded_passes_give_the_bits_of_eager_ones(
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("kind", NOT_RECORDED)
-def test_a_model_that_cannot_be_recorded_runs_eagerly(kind: str, tiny: SimpleNamespace) -> None:
-    model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64)
+def test_a_model_that_cannot_be_recorded_runs_eagerly(tiny: SimpleNamespace) -> None:
+    rope = RopeConfig(skip=(False, True), skip_growth=0.5, skip_step=3)
+    model = tiny.model(tiny.config(rope=rope), dtype=torch.float64)
     requests = random_requests(3, model.config.vocab_size, count=4)
     eager = build(model)
     eager.runner.recorded = None
     engine = build(model)
     assert results(generate(engine, requests)) == results(generate(eager, requests))
-    assert engine.runner.recorded is not None
-    assert engine.runner.recorded.num_replays == 0
-    assert NOT_RECORDED[kind] in str(engine.runner.recorded.failure)
+    recorded = engine.runner.recorded
+    assert recorded is not None and recorded.num_replays == 0
+    assert "reads a tensor that is allocated in each step" in str(recorded.failure)
 
 
 def test_moved_weights_are_recorded_again(tiny: SimpleNamespace) -> None:
@@ -150,7 +148,7 @@ def inputs_of(x: Tensor, start: int) -> LayerInputs:
     ("method", "reason"),
     [
         ("run", None),
-        ("add_positions", "reads a tensor that is made anew in each step"),
+        ("add_positions", "reads a tensor that is allocated in each step"),
         ("branch_on_value", "returns a value to Python"),
         ("return_source", "a later stage reads a tensor of these layers"),
     ],
@@ -189,6 +187,27 @@ def test_the_setting_of_graphs_decides_whether_passes_are_recorded(tiny: SimpleN
             assert counts["graph_steps"]["recorded"] > 0
 
 
+@pytest.mark.parametrize("mode", ["none", "recorded"])
+def test_settings_of_buckets_are_rejected_without_buckets(mode: Any) -> None:
+    config = EngineConfig(
+        graphs=GraphConfig(mode=mode, prefills="mixed", num_buckets=4), batch_invariant=True
+    )
+    assert engine_problems(config) == [
+        f"graphs.{name} with graphs.mode={mode}, which has no buckets. Set graphs.mode to auto, or "
+        f"leave graphs.{name.partition('=')[0]} unset."
+        for name in ("num_buckets=4", "prefills=mixed")
+    ]
+
+
+def test_settings_of_buckets_without_effect_are_reported(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = load(save(tmp_path, tiny.model(tiny.config(vocab_size=300))), "none")
+    with caplog.at_level(logging.WARNING, logger="megalith.infer.build"):
+        build_engine(generator, EngineConfig(graphs=GraphConfig(prefills="mixed")))
+    assert "graphs.prefills=mixed has no effect without CUDA graphs" in caplog.messages
+
+
 def test_int8_weights_are_recorded(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)))
     model = load(path, "int8", torch.float32).model
@@ -198,9 +217,9 @@ def test_int8_weights_are_recorded(tmp_path: Path, tiny: SimpleNamespace) -> Non
         engine = build(model, graphs=GraphConfig(mode=mode))
         engine.runner.limits = ALL_ROW_COUNTS
         outputs.append(results(generate(engine, requests)))
-        if engine.runner.recorded is not None:
-            assert engine.runner.recorded.failure is None
-            assert engine.runner.recorded.num_replays > 0
+        recorded = engine.runner.recorded
+        assert (recorded is not None) == (mode == "auto")
+        assert recorded is None or (recorded.failure is None and recorded.num_replays > 0)
     assert outputs[0] == outputs[1]
 
 
@@ -223,6 +242,32 @@ def test_results_of_earlier_steps_do_not_change() -> None:
         x = torch.full((2, 4), float(step), dtype=torch.float64)
         results.append(recorded.run(layers.run, x, inputs_of(x, 0), [])[0])
     assert [float(y[0, 0]) for y in results] == [0, 2, 4, 6]
+
+
+@torch.inference_mode()
+def test_recordings_have_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = _Layers()
+    recorded = RecordedForwards([layers.weight])
+
+    def run_passes(counts: Sequence[int]) -> int:
+        before = recorded.num_replays
+        for count in counts:
+            x = torch.full((count, 4), float(count), dtype=torch.float64)
+            y, _ = recorded.run(layers.run, x, inputs_of(x, 0), [])
+            assert torch.equal(y, 2 * x)
+        return recorded.num_replays - before
+
+    assert run_passes([8, 8, 8]) == 1
+    per_token = recorded.num_bytes // 8
+    assert per_token == 2 * 4 * 8  # input and output
+    monkeypatch.setattr(recorded_forward, "MAX_BYTES", 20 * per_token)
+    assert run_passes([4, 4, 6, 6, 8, 4, 6]) == 3  # 18 tokens
+    assert run_passes([5, 5, 5]) == 1  # drops 8, the least recently used
+    assert recorded.num_bytes == 15 * per_token
+    assert run_passes([4, 6, 5]) == 3
+    assert run_passes([30, 30, 30]) == 0  # alone larger
+    assert recorded.max_tokens == 29
+    assert run_passes([4, 6, 5]) == 3
 
 
 @torch.inference_mode()
