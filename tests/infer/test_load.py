@@ -353,7 +353,7 @@ def test_whole_experts_are_divided_over_ranks_if_possible(
     model = tiny.config(moe=MoEConfig(num_experts=experts, top_k=2, ffn_hidden_size=5))
     layout = generation_layout(model, 2)
     assert (layout.tp, layout.ep, layout.etp, layout.sp) == (2, ep, 1 if ep > 1 else None, False)
-    assert generation_layout(tiny.config(), 2) == ParallelConfig(tp=2)
+    assert generation_layout(tiny.config(), 2) == ParallelConfig(tp=2, overlap=False)
 
 
 def test_base_is_accepted_only_with_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:

@@ -195,7 +195,8 @@ def test_release_returns_memory_to_the_system(tiny: SimpleNamespace) -> None:
     assert num_bytes == 128 << 20
     before = read_resident_bytes()
     engine.suspend()
-    assert before - read_resident_bytes() > 0.9 * num_bytes
+    # not all of it, because other threads of the process allocate memory
+    assert before - read_resident_bytes() > 0.75 * num_bytes
     engine.wake_up()
 
 
