@@ -193,6 +193,10 @@ class InferenceParallelConfig:
     the engine, to which requests are routed; in `megalith generate` they share the experts of a
     model, if the number of experts is a multiple of tp x dp (DP attention)."""
 
+    dp_replicate: Annotated[int | None, Ge(1), Example(2)] = None
+    """Copies of the model in `megalith serve`: dp / dp_replicate data-parallel ranks share the
+    experts of one (DP attention), and are restarted together. Unset: dp, each rank has its own."""
+
     sp: bool = False
     """Sequence parallelism: between matmuls, each tensor-parallel rank has a part of the tokens."""
 
@@ -229,12 +233,37 @@ def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -
     if config.batching == "static":
         static = "batching=static", "Set batching to continuous"
         problems.append((*static, "pp", parallel.pp, 1, "a batch has one step in flight"))
-    return [
+    messages = [
         f"{setting} with parallel.{name}={str(value).lower()}: {reason}. {fix}, or parallel.{name} "
         f"to {str(default).lower()}."
         for setting, fix, name, value, default, reason in problems
         if value != default
     ]
+    if parallel.dp_replicate not in (None, 1):
+        messages.append(
+            f"parallel.dp_replicate={parallel.dp_replicate}: this command has one copy of the "
+            "model. Leave it unset, or use megalith serve."
+        )
+    return messages
+
+
+def dp_replicate_problems(config: EngineConfig, parallel: InferenceParallelConfig) -> list[str]:
+    """Return a message if a server cannot have its number of copies of the model."""
+    dp, copies = parallel.dp, parallel.dp_replicate
+    if copies is None or copies < 1 or copies == dp:
+        return []
+    text = f"parallel.dp_replicate={copies} with parallel.dp={dp}"
+    if dp % copies:
+        return [
+            f"{text}: every copy of the model has equally many data-parallel ranks. Set "
+            f"parallel.dp_replicate to {dp}, or parallel.dp to {copies}."
+        ]
+    if config.max_adapters:
+        return [
+            f"{text} and max_adapters={config.max_adapters}: ranks that share experts would load "
+            f"adapters in different steps. Set parallel.dp_replicate to {dp}, or max_adapters to 0."
+        ]
+    return []
 
 
 def process_count_problems(parallel: InferenceParallelConfig, nproc: int) -> list[str]:

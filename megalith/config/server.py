@@ -12,6 +12,7 @@ from megalith.config.serve import (
     InferenceParallelConfig,
     Pooling,
     adapter_problems,
+    dp_replicate_problems,
     parallel_problems,
     speculation_problems,
 )
@@ -116,8 +117,9 @@ def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
     problems = range_problems(run) + speculation_problems(run.engine.speculation)
-    # replicas do not depend on each other
-    problems += parallel_problems(run.engine, replace(run.parallel, dp=1))
+    # copies of the model do not depend on each other
+    problems += parallel_problems(run.engine, replace(run.parallel, dp=1, dp_replicate=None))
+    problems += dp_replicate_problems(run.engine, run.parallel)
     problems += adapter_problems(run.engine)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(

@@ -166,6 +166,15 @@ def inference_layout_problems(
             "parallel.sp=true with model.mla: every rank caches the latent vectors of all tokens. "
             "Set parallel.sp to false; parallel.dp divides the sequences among ranks."
         )
+    copies = parallel.dp_replicate or parallel.dp
+    num_experts = 0 if model.moe is None else model.moe.num_experts
+    num_ranks = ranks // (parallel.pp * copies)  # of a stage
+    if parallel.dp > copies and (num_experts == 0 or num_experts % max(num_ranks, 1)):
+        problems.append(
+            f"parallel.dp_replicate={copies} with parallel.dp={parallel.dp}: {num_ranks} ranks "
+            f"cannot share the {num_experts} experts of the model equally. Leave "
+            "parallel.dp_replicate unset."
+        )
     return problems + process_count_problems(parallel, ranks)
 
 

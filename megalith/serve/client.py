@@ -4,6 +4,9 @@ the streams of the event loop.
 A replica fails when its process ends. Its requests continue on another one, which gets the prompt
 and the tokens that were received: sampling is keyed by seed and position, so it generates the
 tokens that the failed replica would have generated.
+
+Replicas that share experts are one group: the data-parallel ranks of one engine, which start and
+fail together. The first rank receives the messages of all; each replica sends its own.
 """
 
 import asyncio
@@ -29,6 +32,7 @@ from megalith.serve.protocol import (
     CacheReport,
     Codec,
     EngineCall,
+    ExpireRequest,
     Heartbeat,
     LoadFailed,
     Message,
@@ -152,6 +156,8 @@ class _InFlightRequest:
     """Replicas to which it was sent."""
 
     is_aborted: bool = False
+    expiry: asyncio.TimerHandle | None = None
+    """Ends it at its deadline, if its replica is not the first of a group."""
 
     @property
     def num_unfinished(self) -> int:
@@ -186,15 +192,18 @@ class _Call:
 class EngineClient:
     """Sends requests to the replicas of the engine over a socket."""
 
-    def __init__(self, address: str, *, num_replicas: int = 1, seed: int) -> None:
-        """`seed`: from which the seeds of requests without one are derived."""
-        self.num_replicas = num_replicas
+    def __init__(
+        self, address: str, *, num_replicas: int = 1, group_size: int = 1, seed: int
+    ) -> None:
+        """`group_size`: replicas that share experts; `seed`: from which the seeds of requests
+        without one are derived."""
+        self.num_replicas, self._group_size = num_replicas, group_size
         self.router = RequestRouter()
         self._seed = seed
         self._socket: zmq.asyncio.Socket = bind_client_socket(address)
         self._codec = Codec()
         self._identities: dict[int, bytes] = {}
-        """Of the present process of each replica."""
+        """Of the present processes of each replica."""
         self._num_processes = 0
         self._requests: dict[int, _InFlightRequest] = {}
         self._calls: dict[int, _Call] = {}
@@ -339,7 +348,14 @@ class EngineClient:
             num_sequences=request.num_unfinished,
             num_tokens=len(message.prompt_token_ids),
         )
-        self._send(replica, message)
+        dp_rank = self._find_dp_rank(replica)
+        self._send(replica, replace(message, dp_rank=dp_rank))
+        deadline_s = message.params.get("deadline_s")
+        if dp_rank and deadline_s is not None:  # rank 0 knows only its own requests
+            wait_s = message.arrival_time + deadline_s - time.monotonic()
+            request.expiry = asyncio.get_running_loop().call_later(
+                wait_s, self._send, replica, ExpireRequest(number)
+            )
 
     def dispatch_waiting(self) -> None:
         """Send the requests that no replica has, if one accepts requests."""
@@ -362,6 +378,8 @@ class EngineClient:
     def _finish(self, number: int) -> None:
         """Remove a request."""
         request = self._requests.pop(number)
+        if request.expiry is not None:
+            request.expiry.cancel()
         self.router.finish(number)
         self.num_sequences -= request.num_unfinished
         self.num_prompt_tokens -= len(request.message.prompt_token_ids)
@@ -405,7 +423,8 @@ class EngineClient:
         before = self._state
         # before it is sent: a replica can register in between
         self._state = change_state(before, command, arguments)
-        answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
+        replicas = self._list_first_replicas()
+        answers = await self._call(replicas, command, arguments, timeout_s=timeout_s)
         if any(answer is not None and "error" in answer for answer in answers.values()):
             self._state = before
         return self._check_answers(answers.values())
@@ -507,7 +526,8 @@ class EngineClient:
         number = self._num_calls
         self._num_calls += 1
         self._calls[number] = _Call(replica, asyncio.get_running_loop().create_future())
-        self._send(replica, EngineCall(number, command, arguments))
+        dp_rank = self._find_dp_rank(replica)
+        self._send(replica, EngineCall(number, command, arguments, dp_rank))
         return number
 
     def _find_adapter_path(self, name: str) -> str | None:
@@ -554,7 +574,7 @@ class EngineClient:
             TimeoutError: they are not finished in time.
         """
         self._state = EngineState()  # as `drain` of the engine
-        for replica in self.router.replicas:
+        for replica in self._list_first_replicas():
             self._start_call(replica, "drain", {})
         async with asyncio.timeout(timeout_s):
             await self.wait_for(lambda: not self._requests)
@@ -573,25 +593,51 @@ class EngineClient:
 
     # --- replicas
 
-    def start_replica(self, replica: int) -> str:
-        """Return the identity of a new process of a replica; messages of others are dropped."""
-        identity = f"{replica}.{self._num_processes}"
+    @property
+    def groups(self) -> list[range]:
+        """The replicas of each group."""
+        return [self.find_group(each) for each in range(0, self.num_replicas, self._group_size)]
+
+    def find_group(self, replica: int) -> range:
+        """Return the replicas that share experts with one."""
+        first = replica - self._find_dp_rank(replica)
+        return range(first, first + self._group_size)
+
+    def _find_dp_rank(self, replica: int) -> int:
+        """Return the index of a replica in its group."""
+        return replica % self._group_size
+
+    def _list_first_replicas(self) -> list[int]:
+        """Return the first replica of each group that is ready."""
+        return [each for each in self.router.replicas if self._find_dp_rank(each) == 0]
+
+    def start_replica(self, replica: int) -> list[str]:
+        """Return the identities of the replicas of a group, whose process is started; messages of
+        other processes are dropped."""
+        group = self.find_group(replica)
+        identities = [f"{each}.{self._num_processes}" for each in group]
         self._num_processes += 1
-        self._identities[replica] = identity.encode()
-        self.load_errors.pop(replica, None)
-        return identity
+        for each, identity in zip(group, identities, strict=True):
+            self._identities[each] = identity.encode()
+        self.load_errors.pop(group.start, None)
+        return identities
 
     def handle_replica_failure(self, replica: int) -> None:
-        """Remove a replica whose process has ended; its requests continue on others."""
-        self._identities.pop(replica, None)
-        self._num_unanswered.pop(replica, None)
-        for number in [each for each, call in self._calls.items() if call.replica == replica]:
+        """Remove the replicas of a group whose process has ended; their requests continue on
+        others."""
+        group = self.find_group(replica)
+        for each in group:
+            self._identities.pop(each, None)
+            self._num_unanswered.pop(each, None)
+        for number in [each for each, call in self._calls.items() if call.replica in group]:
             self._block_calls.pop(number, None)
             result = self._calls.pop(number).result
             if not result.done():
                 result.set_result(None)
-        for number in self.router.remove(replica):
+        for number in [lost for each in group for lost in self.router.remove(each)]:
             request = self._requests[number]
+            if request.expiry is not None:
+                request.expiry.cancel()
             if request.is_aborted:
                 self._end_aborted(number)
             elif request.num_attempts == MAX_ATTEMPTS:
@@ -609,14 +655,14 @@ class EngineClient:
         self._notify()
 
     def stop_replica(self, replica: int) -> None:
-        """Ask a replica to end after its messages."""
-        self._start_call(replica, "shutdown", {})
+        """Ask the replicas of a group to end after their messages."""
+        self._start_call(self.find_group(replica).start, "shutdown", {})
 
     def send_heartbeats(self) -> None:
         """Ask every replica that is ready for a message."""
         for replica in self.router.replicas:
             self._num_unanswered[replica] = self._num_unanswered.get(replica, 0) + 1
-            self._send(replica, Heartbeat())
+            self._send(replica, Heartbeat(self._find_dp_rank(replica)))
 
     def expire_waiting(self) -> None:
         """End the requests that no replica has, and whose deadline has passed; replicas end the
@@ -663,8 +709,9 @@ class EngineClient:
     # --- messages
 
     def _send(self, replica: int, message: Message) -> None:
+        identity = self._identities[self.find_group(replica).start]
         # the socket has no limit: sent at once
-        self._socket.send_multipart([self._identities[replica], self._codec.encode(message)])
+        self._socket.send_multipart([identity, self._codec.encode(message)])
 
     async def _read(self) -> None:
         while True:
@@ -714,13 +761,15 @@ class EngineClient:
                 raise ProtocolError(f"unexpected {message!r:.100}")
 
     def _register(self, replica: int, info: ModelInfo) -> None:
-        """Add a replica that has loaded the model, and send it the requests that wait."""
+        """Add the group of a replica that has loaded the model, and send it the requests that
+        wait."""
         if self.info is None:
             self.info = info
             self._fingerprints |= info.adapter_fingerprints
         self.loaded.add(replica)
         self._restore_state(replica)
-        self.router.register(replica, max_num_seqs=info.max_num_seqs)
+        for each in self.find_group(replica):
+            self.router.register(each, max_num_seqs=info.max_num_seqs)
         if not self.ready.done():
             self.ready.set_result(info)
         self.dispatch_waiting()

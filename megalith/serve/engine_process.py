@@ -82,11 +82,19 @@ class EngineSettings:
     num_replicas: int = 1
     """Replicas on this machine, which share the memory of CPUs."""
 
-    identity: str = "0"
-    """Name of this process at the socket of the HTTP process."""
+    identities: tuple[str, ...] = ("0",)
+    """Name of each data-parallel rank at the socket of the HTTP process."""
 
     replica: int | None = None
-    """Index among the replicas of the engine; None: there is one engine."""
+    """Index of the first data-parallel rank among the replicas of the engine; None: there is one
+    engine."""
+
+    def find_dp_rank(self, rank: int) -> tuple[int, bool]:
+        """Return the data-parallel rank of a process, and whether the process is the first of
+        its."""
+        dp = len(self.identities)
+        tp = self.nproc // (dp * self.parallel["pp"])
+        return rank // tp % dp, rank in range(0, dp * tp, tp)
 
 
 def load_engine(
@@ -116,9 +124,10 @@ def load_engine(
         config=run.engine,
         parallel=run.parallel,
     )
-    callbacks: list[EngineCallback] = []
+    dp_rank, is_leader = settings.find_dp_rank(worker.rank)
+    assert dp_rank == mesh.dp.rank, "the order of the axes"
+    callbacks: list[EngineCallback] = [metrics, metrics.access_log] if is_leader else []
     if worker.rank == 0:
-        callbacks = [metrics, metrics.access_log]
         for warning in source.warnings():
             _logger.warning("%s: %s", source.path, warning)
     warm_up(generator, run.engine)
@@ -223,7 +232,7 @@ def main() -> int:
             environment=os.environ | {SETTINGS_VARIABLE: line},
         )
     except UserError as error:
-        socket = connect_engine_socket(settings.address, settings.identity)
+        socket = connect_engine_socket(settings.address, settings.identities[0])
         socket.send(Codec().encode(LoadFailed(str(error))))
         socket.close()
         return 2
@@ -240,18 +249,22 @@ def run_rank(settings: EngineSettings) -> int:
     """
     _ignore_signals()
     worker = Worker.from_environment(os.environ)
+    dp_rank, is_leader = settings.find_dp_rank(worker.rank)
+    reports_cache = settings.replica is not None
     metrics = EngineMetrics(
         settings.served_model_name,
         AccessLog(log_prompts=settings.log_requests),
-        replica=settings.replica,
+        replica=None if settings.replica is None else settings.replica + dp_rank,
     )
     ranks = connect(worker, timeout_seconds=TIMEOUT_S)
     engine, info = load_engine(settings, metrics, worker)
-    is_first = worker.rank == 0
-    socket = connect_engine_socket(settings.address, settings.identity) if is_first else None
-    reports_cache = settings.replica is not None
-    server = EngineServer(engine, socket, metrics, ranks, reports_cache=reports_cache)
-    server.send(Ready(asdict(info)))
+    identity = settings.identities[dp_rank]
+    socket = connect_engine_socket(settings.address, identity) if is_leader else None
+    server = EngineServer(
+        engine, socket, metrics, ranks, dp_rank=dp_rank, reports_cache=reports_cache
+    )
+    if worker.rank == 0:
+        server.send(Ready(asdict(info)))
     server.run()
     engine.runner.close()
     if socket is not None:

@@ -1,7 +1,9 @@
 """The loop of an engine process: runs the engine between the messages of the HTTP process.
 
 An idle engine waits for messages without polling, unless a grammar is being compiled. With several
-ranks, rank 0 has the socket, and broadcasts the messages, so that all ranks make the same steps.
+ranks, rank 0 receives the messages and broadcasts them, so that all ranks make the same steps.
+Data-parallel ranks, which share experts, have requests of their own, and each sends its outputs;
+a message with requests begins a round of steps that all of them make.
 """
 
 import logging
@@ -41,6 +43,7 @@ from megalith.plan.serving.engine_state import (
 )
 from megalith.serve.metrics import EngineMetrics
 from megalith.serve.protocol import (
+    RANK_COMMANDS,
     AbortRequest,
     AddRequest,
     CacheReport,
@@ -111,18 +114,21 @@ class EngineServer:
         metrics: EngineMetrics,
         ranks: Group = SINGLE_RANK,
         *,
+        dp_rank: int = 0,
         reports_cache: bool = False,
     ) -> None:
-        """`socket`: None on all ranks but the first of `ranks`; `reports_cache`: send which blocks
-        the prefix cache has, for the routing of requests."""
+        """`socket`: None on all ranks but the first of each data-parallel rank; `ranks`: all that
+        share experts or the model; `reports_cache`: send which blocks the prefix cache has, for the
+        routing of requests."""
         self.engine, self._socket, self._metrics, self._ranks = engine, socket, metrics, ranks
+        self._dp_rank, self._is_first = dp_rank, ranks.rank == 0
         self._broadcast = ByteBroadcast(ranks, 0)
         self._codec = Codec()
         self._requests: dict[int, _ClientRequest] = {}
         """By the engine's number."""
         self._numbers: dict[int, int] = {}
         """The engine's number by the client's."""
-        self._drains: list[int] = []
+        self._drains: list[EngineCall] = []
         """Calls of drain to answer when no request is left."""
         self._updates: list[EngineCall] = []
         """Weight updates to make when the requests in flight are finished."""
@@ -159,15 +165,19 @@ class EngineServer:
             if self._updates and self.engine.is_drained:
                 self._finish_updates()
             if self._drains and not self.engine.has_unfinished and not self._compiling:
-                for call_id in self._drains:
-                    self.send(Reply(call_id, {}))
+                for call in self._drains:
+                    self._reply(call, {})
                 self._drains = []
         self._broadcast.close()
 
     def send(self, message: Message) -> None:
-        """Send a message to the HTTP process; rank 0 does."""
+        """Send a message to the HTTP process; the first rank of each data-parallel rank does."""
         if self._socket is not None:
             self._socket.send(self._codec.encode(message))
+
+    def _reply(self, call: EngineCall, result: dict[str, Any]) -> None:
+        if call.dp_rank == self._dp_rank:
+            self.send(Reply(call.call_id, result))
 
     @property
     def _can_step(self) -> bool:
@@ -175,7 +185,10 @@ class EngineServer:
 
     def _receive(self) -> None:
         """Process all messages; wait for one if the engine is idle or paused."""
-        for message in self._receive_messages():
+        messages = self._receive_messages()
+        if any(isinstance(message, AddRequest) for message in messages):
+            self.engine.start_round()
+        for message in filter(self._is_addressed, messages):
             try:
                 self._handle(message)
             except ProtocolError as error:
@@ -185,11 +198,21 @@ class EngineServer:
             if self._is_stopped:
                 return
 
+    def _is_addressed(self, message: Message) -> bool:
+        """Whether this data-parallel rank processes a message."""
+        match message:
+            case AddRequest() | Heartbeat():
+                return message.dp_rank == self._dp_rank
+            case EngineCall(_, command) if command in RANK_COMMANDS:
+                return message.dp_rank == self._dp_rank
+        return True
+
     def _receive_messages(self) -> list[Message]:
         """Return what to do before the next step, on all ranks alike: the messages of the HTTP
         process, requests whose grammar is compiled, and expired requests."""
         messages: list[Message] = []
-        if self._socket is not None:
+        if self._is_first:
+            assert self._socket is not None, "rank 0 has one"
             for frame in receive_frames(self._socket, wait_s=self._wait_s()):
                 try:
                     messages.append(self._codec.decode(frame))
@@ -200,7 +223,7 @@ class EngineServer:
             messages += self._find_expired(messages)
         if self._ranks.size == 1:
             return messages
-        if self._socket is None:
+        if not self._is_first:
             frames = split_frames(self._broadcast.receive())
             return [self._codec.decode(frame) for frame in frames]
         self._broadcast.send(join_frames([self._codec.encode(message) for message in messages]))
@@ -319,15 +342,15 @@ class EngineServer:
                 self._expire(request_id)
             case Heartbeat():
                 self.send(message)
-            case EngineCall(call_id, "drain", _):
-                self._drains.append(call_id)
+            case EngineCall(_, "drain"):
+                self._drains.append(message)
                 self._finish_suspension()
                 self._state = EngineState()  # the requests in flight finish
             case EngineCall(_, "update_weights", {"mode": "drain"}) if self._can_step:
                 self.engine.scheduler.holds_new = True
                 self._updates.append(message)
-            case EngineCall(call_id, command, arguments) if command in self._commands:
-                self.send(Reply(call_id, self._execute(command, arguments)))
+            case EngineCall(_, command, arguments) if command in self._commands:
+                self._reply(message, self._execute(command, arguments))
             case _:
                 raise ProtocolError(f"unexpected {message!r:.100}")
 
@@ -355,7 +378,7 @@ class EngineServer:
         except Exception as error:
             self._reject(message, error)
             return
-        if self._socket is not None:  # only rank 0 has callbacks
+        if self._socket is not None:  # others have no callbacks
             self._metrics.access_log.name(number, message.uid)
         self._requests[number] = _ClientRequest(
             message.request_id,
@@ -497,7 +520,7 @@ class EngineServer:
     def _finish_updates(self) -> None:
         """Make the weight updates that waited for requests in flight, and answer them."""
         for call in self._updates:
-            self.send(Reply(call.call_id, self._execute(call.command, call.arguments)))
+            self._reply(call, self._execute(call.command, call.arguments))
         self._updates = []
         self.engine.scheduler.holds_new = False  # also if they failed
 

@@ -158,9 +158,10 @@ async def restart_replica(state: ServerState, context: RequestContext) -> dict[s
     _check_admin(state, context)
     state.check_ready()
     replica, num_replicas = context.body.get("replica"), state.client.num_replicas
-    if num_replicas == 1:
+    if len(state.client.groups) == 1:
         raise invalid(
-            "replica: this server has one replica. Start it with --parallel.dp 2 or more.",
+            "replica: this server has one copy of the model. Start it with --parallel.dp 2 or "
+            "more, and --parallel.dp_replicate unset, or 2 or more.",
             "replica",
         )
     if type(replica) is not int or not 0 <= replica < num_replicas:
@@ -222,6 +223,12 @@ async def update_weights(state: ServerState, context: RequestContext) -> dict[st
     path = _read_text(context.body, "path", "runs/rl")
     mode = _read_text({"mode": "drain"} | context.body, "mode", "drain")
     arguments = {"path": path, "mode": mode}
+    if len(state.client.groups) == 1 < state.client.num_replicas:
+        raise invalid(
+            f"this server has {state.client.num_replicas} data-parallel ranks that share experts, "
+            "which cannot update their weights. Start it again with the new model.",
+            "path",
+        )
     if state.client.num_replicas > 1:
         raise invalid(
             f"this server has {state.client.num_replicas} replicas, and one that is restarted "

@@ -44,6 +44,9 @@ class AddRequest:
     adapter_fingerprint: bytes | None = None
     """SHA-256 of the adapter's weights with which the lost replica has generated."""
 
+    dp_rank: int = 0
+    """Data-parallel rank of the engine that processes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
@@ -54,8 +57,9 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExpireRequest:
-    """End a request whose deadline has passed. Rank 0 of an engine sends it to all ranks, whose
-    clocks differ."""
+    """End a request whose deadline has passed; unknown requests are ignored. Rank 0 of an engine
+    sends it to all ranks, whose clocks differ; the HTTP process does for other data-parallel
+    ranks."""
 
     request_id: int
 
@@ -63,6 +67,8 @@ class ExpireRequest:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Sent to a replica of the engine, which returns it between two steps."""
+
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,11 @@ class EngineCall:
     list_blocks, pause, resume, suspend, wake_up, drain or shutdown."""
 
     arguments: dict[str, Any] = field(default_factory=dict)  # JSON
+    dp_rank: int = 0
+    """Data-parallel rank that answers. It alone executes `RANK_COMMANDS`; all execute others."""
+
+
+RANK_COMMANDS = ("stats", "metrics", "list_blocks")
 
 
 @dataclass(frozen=True, slots=True)

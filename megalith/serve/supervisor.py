@@ -1,5 +1,5 @@
-"""Supervisor of the engine: starts the process of each replica, restarts replicas that end, and
-stops them with the server."""
+"""Supervisor of the engine: starts the process of each replica, or of replicas that share experts,
+restarts those that end, and stops them with the server."""
 
 import asyncio
 import json
@@ -45,24 +45,21 @@ class EngineSupervisor:
 
     is_stopping: bool = False
     _processes: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
-    """By replica."""
+    """By the first replica of a group."""
 
     _restarting: set[int] = field(default_factory=set)
-    """Replicas whose process ends as it should."""
+    """First replicas of groups whose process ends as it should."""
 
     async def start(self) -> None:
-        """Start the process of every replica."""
-        for replica in range(self.client.num_replicas):
-            await self._start_process(replica)
+        """Start the process of every group of replicas."""
+        for group in self.client.groups:
+            await self._start_process(group)
 
     async def watch(self) -> int | None:
-        """Restart replicas that end. Return when an engine without replicas, or a replica that
-        never was ready, has ended: all requests fail, and the result is its exit code; None: it was
+        """Restart groups of replicas that end. Return when the only group, or one that never was
+        ready, has ended: all requests fail, and the result is its exit code; None: it was
         stopped."""
-        tasks = [
-            asyncio.create_task(self._watch_replica(replica))
-            for replica in range(self.client.num_replicas)
-        ]
+        tasks = [asyncio.create_task(self._watch_group(group)) for group in self.client.groups]
         heartbeats = asyncio.create_task(self._check_heartbeats())
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -72,40 +69,47 @@ class EngineSupervisor:
                 task.cancel()
 
     async def restart_replica(self, replica: int) -> None:
-        """Replace the process of a replica by one that reads the model again. It gets no new
-        requests, and ends when those that it has are finished.
+        """Replace the process of a replica, and of those that share experts with it, by one that
+        reads the model again. They get no new requests, and end when those that they have are
+        finished.
 
         Raises:
             ApiError: 409, it is not ready; 500, the new process cannot load the model.
         """
-        client, process = self.client, self._processes[replica]
-        state = client.router.replicas.get(replica)
-        if state is None or replica in self._restarting:
+        client, group = self.client, self.client.find_group(replica)
+        first, process = group.start, self._processes[group.start]
+        if first not in client.router.replicas or first in self._restarting:
             raise ApiError(
                 409, f"replica={replica} is not ready: it is being restarted.", "replica"
             )
-        client.router.drain(replica)
+        states = [client.router.replicas[each] for each in group]
+        for each in group:
+            client.router.drain(each)
         try:
             await client.wait_for(
-                lambda: client.router.replicas.get(replica) is not state or not state.num_sequences
+                lambda: (
+                    client.router.replicas.get(first) is not states[0]
+                    or not any(state.num_sequences for state in states)
+                )
             )
         except asyncio.CancelledError:  # the client disconnected
-            state.is_draining = False
+            for state in states:
+                state.is_draining = False
             client.dispatch_waiting()
             raise
-        if client.router.replicas.get(replica) is state:
-            self._restarting.add(replica)
-            client.stop_replica(replica)
+        if client.router.replicas.get(first) is states[0]:
+            self._restarting.add(first)
+            client.stop_replica(first)
         await client.wait_for(
             lambda: (
-                self._processes[replica] is not process
-                and (replica in client.router.replicas or replica in client.load_errors)
+                self._processes[first] is not process
+                and (first in client.router.replicas or first in client.load_errors)
             )
         )
-        if replica in client.load_errors:
+        if first in client.load_errors:
             raise ApiError(
                 500,
-                f"replica={replica} cannot load the model: {client.load_errors[replica]} It is "
+                f"replica={replica} cannot load the model: {client.load_errors[first]} It is "
                 "tried again; the other replicas have the requests.",
                 "replica",
             )
@@ -121,66 +125,70 @@ class EngineSupervisor:
         await asyncio.gather(*map(_end_process, self._processes.values()))
         await self.client.close()
 
-    async def _start_process(self, replica: int) -> None:
-        num_replicas = self.client.num_replicas
+    async def _start_process(self, group: range) -> None:
+        groups = self.client.groups
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "megalith.serve.engine_process",
             stdin=asyncio.subprocess.PIPE,
             env=replica_environment(
-                os.environ, replica, num_replicas, num_ranks=int(self.settings["nproc"])
+                os.environ,
+                groups.index(group),
+                len(groups),
+                num_ranks=int(self.settings["nproc"]),
             ),
             start_new_session=True,  # a terminal's Ctrl-C is for the HTTP process
         )
         settings = self.settings | {
-            "identity": self.client.start_replica(replica),
-            "replica": replica if num_replicas > 1 else None,
+            "identities": self.client.start_replica(group.start),
+            "replica": group.start if self.client.num_replicas > 1 else None,
         }
         assert process.stdin is not None, "it is a pipe"
         process.stdin.write(json.dumps(settings).encode() + b"\n")
-        self._processes[replica] = process
+        self._processes[group.start] = process
 
-    async def _watch_replica(self, replica: int) -> int | None:
-        """Restart a replica whenever it ends; see `watch`."""
-        backoff_s = 1.0
+    async def _watch_group(self, group: range) -> int | None:
+        """Restart a group of replicas whenever it ends; see `watch`."""
+        backoff_s, first = 1.0, group.start
         while True:
-            code = await self._processes[replica].wait()
+            code = await self._processes[first].wait()
             if self.is_stopping:
                 return None
             if not self.client.ready.done():  # its last message may not have arrived
                 await asyncio.wait({self.client.ready}, timeout=1)
-            if self.client.num_replicas == 1 or replica not in self.client.loaded:
+            if len(self.client.groups) == 1 or first not in self.client.loaded:
                 text = "the engine process has ended. Restart the server."
                 self.client.fail(ApiError(503, text))
                 return code
-            if replica in self.client.router.replicas:
+            if first in self.client.router.replicas:
                 backoff_s = 1.0
-            if replica in self._restarting:
-                self._restarting.remove(replica)
-                self.client.handle_replica_failure(replica)
+            if first in self._restarting:
+                self._restarting.remove(first)
+                self.client.handle_replica_failure(first)
             else:
                 _logger.error(
-                    "replica %d of the engine ended with code %s; it is restarted in %g s, and its "
+                    "replica %s of the engine ended with code %s; it is restarted in %g s, and its "
                     "requests continue on others",
-                    replica,
+                    " and ".join(map(str, group)),
                     code,
                     backoff_s,
                 )
-                self.client.handle_replica_failure(replica)
+                self.client.handle_replica_failure(first)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            await self._start_process(replica)
+            await self._start_process(group)
 
     async def _check_heartbeats(self) -> None:
         """Kill replicas that do not respond, so that they are restarted."""
-        while self.client.num_replicas > 1:
+        while len(self.client.groups) > 1:
             await asyncio.sleep(HEARTBEAT_S)
             max_heartbeats = int(RESPONSE_TIMEOUT_S / HEARTBEAT_S)
             for replica in self.client.find_unresponsive(max_heartbeats=max_heartbeats):
                 _logger.error("replica %d of the engine does not respond; it is killed", replica)
-                if self._processes[replica].returncode is None:
-                    self._processes[replica].kill()
+                process = self._processes[self.client.find_group(replica).start]
+                if process.returncode is None:
+                    process.kill()
             self.client.send_heartbeats()
             self.client.expire_waiting()
 
@@ -206,18 +214,23 @@ async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineSuperviso
     is that of all replicas.
     """
     num_replicas = settings["parallel"]["dp"]
+    num_groups = settings["parallel"]["dp_replicate"] or num_replicas
+    group_size = num_replicas // num_groups
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
         address = socket_address(Path(folder))
         client = EngineClient(
-            address, num_replicas=num_replicas, seed=int(settings["engine"]["seed"])
+            address,
+            num_replicas=num_replicas,
+            group_size=group_size,
+            seed=int(settings["engine"]["seed"]),
         )
-        of_replica = {
+        of_group = {
             "address": address,
-            "nproc": settings.get("nproc", 1) // num_replicas,
+            "nproc": settings.get("nproc", 1) // num_groups,
             "num_replicas": num_replicas,
-            "parallel": settings["parallel"] | {"dp": 1},
+            "parallel": settings["parallel"] | {"dp": group_size, "dp_replicate": 1},
         }
-        supervisor = EngineSupervisor(client, settings | of_replica)
+        supervisor = EngineSupervisor(client, settings | of_group)
         try:
             await supervisor.start()
             yield supervisor
@@ -226,15 +239,15 @@ async def open_engine(settings: dict[str, Any]) -> AsyncIterator[EngineSuperviso
 
 
 def replica_environment(
-    environment: Mapping[str, str], replica: int, num_replicas: int, *, num_ranks: int
+    environment: Mapping[str, str], group: int, num_groups: int, *, num_ranks: int
 ) -> dict[str, str]:
-    """Return the environment of a replica of `num_ranks` ranks: its part of the GPUs, and of the
-    cores unless OMP_NUM_THREADS is set."""
-    if num_replicas == 1:
+    """Return the environment of a group of replicas on `num_ranks` ranks: its part of the GPUs, and
+    of the cores unless OMP_NUM_THREADS is set."""
+    if num_groups == 1:
         return dict(environment)
-    threads = threads_per_rank(available_cores(), num_ranks * num_replicas)
+    threads = threads_per_rank(available_cores(), num_ranks * num_groups)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    first = replica * num_ranks
+    first = group * num_ranks
     devices = [str(number) for number in range(first, first + num_ranks)]
     if visible is not None:
         devices = visible.split(",")[first : first + num_ranks]

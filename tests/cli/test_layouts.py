@@ -92,6 +92,19 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["--parallel.sp", "true"],
         ["sp=true with model.mla", "sp=true with --nproc=1: there is one tensor-parallel rank"],
     ),
+    (
+        "dense",
+        ["--nproc", "4", "--parallel.dp", "2", "--parallel.dp_replicate", "1"],
+        [
+            "parallel.dp_replicate=1 with parallel.dp=2: 4 ranks cannot share the 0 experts of the "
+            "model equally. Leave parallel.dp_replicate unset."
+        ],
+    ),
+    (
+        "dense",
+        ["--nproc", "2", "--parallel.dp_replicate", "0"],
+        ["parallel.dp_replicate=0 must be at least 1"],
+    ),
     ("dense", ["--nproc", "-1"], ["--nproc=-1 must be at least 1. Use the number of processes"]),
 ]
 
@@ -113,6 +126,41 @@ def test_impossible_layout_is_reported_before_a_process_starts(
 
     monkeypatch.setattr(EXECUTOR, make_thread)
     check(command, runs[name], words, texts, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "text"),
+    [
+        (
+            "serve",
+            ["--parallel.dp", "4", "--parallel.dp_replicate", "3"],
+            "parallel.dp_replicate=3 with parallel.dp=4: every copy of the model has equally many "
+            "data-parallel ranks. Set parallel.dp_replicate to 4, or parallel.dp to 3.",
+        ),
+        (
+            "run-batch",
+            ["--parallel.dp", "4", "--parallel.dp_replicate", "2", "--engine.max_adapters", "1"],
+            "parallel.dp_replicate=2 with parallel.dp=4 and max_adapters=1: ranks that share "
+            "experts would load adapters in different steps. Set parallel.dp_replicate to 4, or "
+            "max_adapters to 0.",
+        ),
+        (
+            "generate",
+            ["--parallel.dp", "4", "--parallel.dp_replicate", "2"],
+            "parallel.dp_replicate=2: this command has one copy of the model. Leave it unset, or",
+        ),
+    ],
+)
+def test_impossible_copies_of_the_model_are_reported(
+    command: str,
+    words: list[str],
+    text: str,
+    runs: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(EXECUTOR, lambda *, max_workers, mp_context: ThreadPoolExecutor(1))
+    check(command, runs["dense"], ["--nproc", "4", *words], [text], capsys)
 
 
 def test_missing_model_and_other_problems_are_reported(

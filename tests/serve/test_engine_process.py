@@ -98,12 +98,12 @@ BAD_FRAMES = (
     msgpack.packb([21]),
     msgpack.packb([21, "1"]),
     msgpack.packb([21, True]),
-    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, None, None, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3, None]),
-    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, None, 3]),
-    msgpack.packb([30, 1, "stats", 2]),
+    msgpack.packb([20, 1, "uid", "text", {}, 0.0, None, None, None, None, None, 0]),
+    msgpack.packb([20, 1, "uid", [1], {}, None, None, None, None, None, 0]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, 3, None, None, None, 0]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, 3, None, None, 0]),
+    msgpack.packb([20, 1, "uid", [1], {}, 0.0, None, None, 3, None, 0]),
+    msgpack.packb([30, 1, "stats", 2, 0]),
 )
 
 

@@ -25,9 +25,10 @@ PROMPT = {
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of a process."""
-    shown = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(word) for word in shown.stdout.split()]
+    """Process ids of the children of a process, but multiprocessing's."""
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(pid)]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if "resource_tracker" not in line]
 
 
 @pytest.mark.parametrize("layout", [(), ("--parallel.pp", "2")])

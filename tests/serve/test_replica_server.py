@@ -46,7 +46,7 @@ def wait_for_replicas(server: Server, count: int) -> None:
     while time.monotonic() < deadline:
         samples = server.metrics()
         ready = {
-            index for index in (0, 1) if f'num_requests_running{{engine="{index}"}}' in samples
+            index for index in range(4) if f'num_requests_running{{engine="{index}"}}' in samples
         }
         if len(ready) == count:
             return

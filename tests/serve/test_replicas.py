@@ -109,12 +109,16 @@ class Cluster:
         self.engines: dict[int, FakeEngine] = {}
 
     async def start(self, replica: int) -> FakeEngine:
-        """Start a replica, or start it again; it is ready."""
-        engine = FakeEngine(self.address, self.client.start_replica(replica))
-        self.engines[replica] = engine
-        await engine.send(Ready(asdict(INFO)))
-        await wait_until(lambda: replica in self.client.router.replicas)
-        return engine
+        """Start the group of a replica, or start it again; it is ready. Returns its first one."""
+        group = self.client.find_group(replica)
+        identities = self.client.start_replica(replica)
+        self.engines |= {
+            each: FakeEngine(self.address, identity)
+            for each, identity in zip(group, identities, strict=True)
+        }
+        await self.engines[group.start].send(Ready(asdict(INFO)))
+        await wait_until(lambda: set(group) <= set(self.client.router.replicas))
+        return self.engines[group.start]
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -124,17 +128,19 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def run_cluster(test: Callable[[Cluster], Awaitable[None]], num_replicas: int = 2) -> None:
+def run_cluster(
+    test: Callable[[Cluster], Awaitable[None]], num_replicas: int = 2, group_size: int = 1
+) -> None:
     """Run a test with fake replicas, all of them ready."""
 
     async def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
             address = socket_address(Path(folder))
-            client = EngineClient(address, num_replicas=num_replicas, seed=7)
+            client = EngineClient(address, num_replicas=num_replicas, group_size=group_size, seed=7)
             cluster = Cluster(client, address)
             try:
-                for replica in range(num_replicas):
-                    await cluster.start(replica)
+                for group in client.groups:
+                    await cluster.start(group.start)
                 await test(cluster)
             finally:
                 for engine in cluster.engines.values():
@@ -644,7 +650,7 @@ def test_restart_of_a_replica_drains_it_and_reports_that_it_cannot_load() -> Non
             await supervisor.restart_replica(0)
         assert raised.value.status == 409
         client.handle_replica_failure(0)
-        engine = FakeEngine(cluster.address, client.start_replica(0))
+        engine = FakeEngine(cluster.address, client.start_replica(0)[0])
         process: Any = object()
         supervisor._processes[0] = process
         await engine.send(LoadFailed("there are no weights."))
@@ -689,7 +695,8 @@ def test_supervisor_kills_a_replica_that_does_not_answer_and_restarts_it(
         processes: list[Any] = [FakeProcess(), FakeProcess()]
         supervisor = EngineSupervisor(client, {}, _processes=dict(enumerate(processes)))
 
-        async def start_process(self: EngineSupervisor, replica: int) -> None:
+        async def start_process(self: EngineSupervisor, group: range) -> None:
+            replica = group.start
             process: Any = FakeProcess()
             processes.append(process)
             self._processes[replica] = process
@@ -753,7 +760,7 @@ def test_server_with_one_replica_cannot_restart_it() -> None:
     async def test(cluster: Cluster) -> None:
         state = ServerState(ServeConfig(enable_admin=True), cluster.client, HttpMetrics("tiny"))
         state.set_model(await cluster.client.ready)
-        with pytest.raises(ApiError, match="this server has one replica. Start it with --par"):
+        with pytest.raises(ApiError, match="this server has one copy of the model. Start"):
             await restart_replica(state, RequestContext("r", "/restart_replica", {"replica": 0}))
 
     run_cluster(test, num_replicas=1)
