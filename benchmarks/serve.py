@@ -39,7 +39,7 @@ from engine import DTYPES, VOCAB, Load, build_load, save_llama
 from paired import Spread, spread, take_turns, times_as_fast
 
 from megalith.config.generation import SamplingParams
-from megalith.config.serve import EngineConfig
+from megalith.config.serve import EngineConfig, InferenceParallelConfig
 from megalith.config.tree import to_dict
 from megalith.infer.llm import LLM
 from megalith.infer.outputs import RequestOutput
@@ -217,7 +217,8 @@ def compare_peer(
 
 async def compare_wake_up(folder: str) -> Figure:
     """Compare arrival to first step of an idle engine process with a round trip of pyzmq."""
-    settings = {"source": folder, "engine": to_dict(EngineConfig()), "served_model_name": "bench"}
+    settings = {"source": folder, "engine": to_dict(EngineConfig())}
+    settings |= {"parallel": to_dict(InferenceParallelConfig()), "served_model_name": "bench"}
     params = SamplingParams(max_new_tokens=1, temperature=0)
     values: dict[str, list[float]] = {"engine": [], "pyzmq": []}
     async with open_engine(settings) as engine:
