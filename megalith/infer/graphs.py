@@ -46,7 +46,7 @@ from megalith.plan.serving.graph_buckets import (
     BucketPolicy,
     EagerReason,
     match_bucket,
-    plan_buckets,
+    plan_graph_buckets,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState
 
@@ -165,7 +165,7 @@ def plan_graphs(
         distribution=graphs.distribution,
         prefills=graphs.prefills,
     )
-    buckets = plan_buckets(limits, policy)
+    buckets = plan_graph_buckets(limits, policy)
     if not buckets:
         raise ConfigError(
             f"graphs.mode={mode} with max_num_seqs={config.max_num_seqs} and "

@@ -46,7 +46,7 @@ from megalith.plan.serving.graph_buckets import (
     BatchLimits,
     BucketPolicy,
     Prefills,
-    plan_buckets,
+    plan_graph_buckets,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.testing.ranks import run_ranks
@@ -179,7 +179,7 @@ def test_steps_of_every_bucket_equal_eager_steps(kind: str, tiny: SimpleNamespac
     """Also the logits of prompts; and the keys and values of all blocks but that of padding."""
     model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64).eval()
     prefills: Prefills = "none" if kind == "MLA" else "all"
-    buckets = plan_buckets(LIMITS, BucketPolicy(prefills=prefills, num_buckets=2))
+    buckets = plan_graph_buckets(LIMITS, BucketPolicy(prefills=prefills, num_buckets=2))
     eager, replayed = make_runner(model, None), make_runner(model, buckets)
     graphs_of(replayed).capture()
     num_groups, draw = len(eager.cache.plan.layout.groups), random.Random(len(kind))
@@ -549,7 +549,7 @@ def test_a_prompt_waits_while_no_bucket_covers_its_batch(
     one never waits."""
     model = tiny.model(tiny.config(), dtype=torch.float64).eval()
     monkeypatch.setattr(
-        "megalith.infer.graphs.plan_buckets",
+        "megalith.infer.graphs.plan_graph_buckets",
         lambda limits, policy: (BatchDimensions(24, 1, 3), BatchDimensions(4, 0, 4)),
     )
     engine = build(
