@@ -41,12 +41,12 @@ from typing import Literal
 import torch
 from contenders import inference
 from contenders.kernels import LARGE, SMALL, contests
-from contenders.layouts import RANKS, race_layouts
+from contenders.layouts import RANKS, compare_layouts
 from contenders.mixture import AS_THEIRS, DTYPE, Layer, Mixture, qwen3_moe, tiny_moe, unlike
 from contenders.one_device import alike, build, extra_memory_gib, groups, until_done
 from contenders.ours import random_step, with_precision
 from contenders.parity import compare_kernels
-from contenders.serving import Serving, describe, race
+from contenders.serving import ServingCase, compare_graphs, describe
 from paired import take_turns, times_as_fast
 from train import LOSS_TOLERANCE, tiny
 
@@ -119,9 +119,9 @@ MIXTURES: Mapping[str, Mixture] = {
     "mixture": Mixture(qwen3_moe, tokens=8192),
     "tiny-mixture": Mixture(tiny_moe, tokens=50),
 }
-SERVINGS: Mapping[str, Serving] = {
-    "serve": Serving(lambda: recipes()["llama3_8b"]().model, torch.bfloat16),
-    "tiny-serve": Serving(
+SERVING_CASES: Mapping[str, ServingCase] = {
+    "serve": ServingCase(lambda: recipes()["llama3_8b"]().model, torch.bfloat16),
+    "tiny-serve": ServingCase(
         lambda: tiny().model, torch.float32, batches=(1, 4), context=20, steps_per_round=2
     ),
 }
@@ -162,24 +162,26 @@ def parity(device: torch.device) -> bool:
     return holds
 
 
-def race_kernels(device: torch.device, *, rounds: int) -> None:
+def compare_kernels_of_training(device: torch.device, *, rounds: int) -> None:
     """Print what each kernel takes, forward and backward in bf16, and how many times as fast as
-    other ways that is."""
+    other backends that is."""
     sizes = SMALL if device.type == "cpu" else LARGE
     print(
         f"kernels on {device}, bf16, forward and backward of {sizes.tokens} tokens, "
         f"{rounds} rounds",
         flush=True,
     )
-    for name, ways in contests(device, torch.bfloat16, sizes):
+    for name, backends in contests(device, torch.bfloat16, sizes):
         turns = take_turns(
-            {way: until_done(run, device) for way, run in ways.items()}, rounds=rounds, warmup=2
+            {backend: until_done(run, device) for backend, run in backends.items()},
+            rounds=rounds,
+            warmup=2,
         )
         ours = turns.seconds["auto"]
         others = "; ".join(
-            f"{way} {times_as_fast(ours, taken)}"
-            for way, taken in turns.seconds.items()
-            if way != "auto"
+            f"{backend} {times_as_fast(ours, taken)}"
+            for backend, taken in turns.seconds.items()
+            if backend != "auto"
         )
         print(
             f"  {name:22} {1e3 * statistics.median(ours):8.2f} ms, times as fast as: {others}",
@@ -188,23 +190,25 @@ def race_kernels(device: torch.device, *, rounds: int) -> None:
 
 
 @torch.inference_mode()
-def race_inference(device: torch.device, *, rounds: int) -> bool:
+def compare_kernels_of_inference(device: torch.device, *, rounds: int) -> bool:
     """Print what each kernel of the inference engine takes, in bf16, and how many times as fast as
-    other ways that is; whether it computes what torch computes."""
+    other backends that is; whether it computes what torch computes."""
     sizes = inference.SMALL if device.type == "cpu" else inference.LARGE
     print(f"kernels of inference on {device}, bf16, {rounds} rounds", flush=True)
     holds = True
-    for name, ways in inference.inference_contests(device, torch.bfloat16, sizes):
-        error = inference.unlike_torch(ways)
+    for name, backends in inference.list_inference_backends(device, torch.bfloat16, sizes):
+        error = inference.largest_error(backends)
         holds = holds and error <= BF16.relative
         turns = take_turns(
-            {way: until_done(run, device) for way, run in ways.items()}, rounds=rounds, warmup=2
+            {backend: until_done(run, device) for backend, run in backends.items()},
+            rounds=rounds,
+            warmup=2,
         )
         ours = turns.seconds["auto"]
         others = "; ".join(
-            f"{way} {times_as_fast(ours, taken)}"
-            for way, taken in turns.seconds.items()
-            if way != "auto"
+            f"{backend} {times_as_fast(ours, taken)}"
+            for backend, taken in turns.seconds.items()
+            if backend != "auto"
         )
         print(
             f"  {'holds ' if error <= BF16.relative else 'MISSED'} {name:28} "
@@ -335,13 +339,13 @@ def mixture(name: str, device: torch.device, *, rounds: int) -> bool:
 
 def serving(name: str, device: torch.device, *, rounds: int) -> None:
     """Print how fast decode steps are, with graphs and without."""
-    print(f"{name}: {describe(SERVINGS[name], rounds=rounds)}", flush=True)
-    for line in race(SERVINGS[name], device, rounds=rounds):
+    print(f"{name}: {describe(SERVING_CASES[name], rounds=rounds)}", flush=True)
+    for line in compare_graphs(SERVING_CASES[name], device, rounds=rounds):
         print(f"  {line}", flush=True)
 
 
 def layouts(name: str, device: torch.device, *, rounds: int) -> None:
-    """Start the ranks that race; they print."""
+    """Start the ranks that compare layouts; they print."""
     run = LAYOUT_CASES[name]()
     gpus = torch.cuda.device_count() if device.type != "cpu" else RANKS
     if gpus < RANKS:
@@ -369,7 +373,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--plan", action="store_true", help="only print what serve measures")
-    known = [*CASES, *LAYOUT_CASES, *MIXTURES, *SERVINGS, *TINY]
+    known = [*CASES, *LAYOUT_CASES, *MIXTURES, *SERVING_CASES, *TINY]
     parser.add_argument(
         "--case", action="append", choices=known, help="again for more; all but tiny ones if unset"
     )
@@ -391,10 +395,10 @@ def main() -> int:
     if in_worker(os.environ):
         (name,) = options.case
         return worker_main(
-            lambda: race_layouts(LAYOUT_CASES[name](), rounds=options.rounds), os.environ
+            lambda: compare_layouts(LAYOUT_CASES[name](), rounds=options.rounds), os.environ
         )
     if options.plan:
-        print(f"serve: {describe(SERVINGS['serve'], rounds=options.rounds)}")
+        print(f"serve: {describe(SERVING_CASES['serve'], rounds=options.rounds)}")
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -408,8 +412,8 @@ def main() -> int:
         doctor()
     holds = parity(device)
     if options.part == "all":
-        race_kernels(device, rounds=options.rounds)
-        holds = race_inference(device, rounds=options.rounds) and holds
+        compare_kernels_of_training(device, rounds=options.rounds)
+        holds = compare_kernels_of_inference(device, rounds=options.rounds) and holds
         free(device)
     for name in options.case or (ORDER if options.part == "all" else ("serve",)):
         began = time.monotonic()
@@ -418,7 +422,7 @@ def main() -> int:
             continue
         if name in LAYOUT_CASES:
             layouts(name, device, rounds=options.rounds)
-        elif name in SERVINGS:
+        elif name in SERVING_CASES:
             serving(name, device, rounds=options.rounds)
             free(device)
         elif name in MIXTURES:

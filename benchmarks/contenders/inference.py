@@ -21,7 +21,7 @@ from megalith.kernels.linear_small_batch import small_batch_linear
 from megalith.precision.int8 import Int8Weight, multiply_dequantized, quantize_int8
 from megalith.testing.tolerance import relative_error
 
-Ways = Mapping[str, Callable[[], Tensor]]
+Backends = Mapping[str, Callable[[], Tensor]]
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -73,20 +73,20 @@ SMALL = InferenceSizes(
 BLOCK_SIZE = 16
 
 
-def inference_contests(
+def list_inference_backends(
     device: torch.device, dtype: torch.dtype, sizes: InferenceSizes
-) -> Iterator[tuple[str, Ways]]:
-    """(operation, its ways): "auto" is what the engine uses, in inference mode."""
+) -> Iterator[tuple[str, Backends]]:
+    """(operation, its backends): "auto" is what the engine uses, in inference mode."""
     for name, case in sizes.paged.items():
-        yield f"paged, {name}", paged_ways(case, device, dtype)
+        yield f"paged, {name}", paged_backends(case, device, dtype)
     for rows, outputs, inputs in sizes.matmuls:
         yield (
             f"matmul, {rows} x {outputs} x {inputs}",
-            matmul_ways(rows, (outputs, inputs), device, dtype),
+            matmul_backends(rows, (outputs, inputs), device, dtype),
         )
 
 
-def paged_ways(case: PagedCase, device: torch.device, dtype: torch.dtype) -> Ways:
+def paged_backends(case: PagedCase, device: torch.device, dtype: torch.dtype) -> Backends:
     """The kernel with a cache in the dtype of the model, int8 and fp8, and torch's operations."""
     draw = torch.Generator().manual_seed(0)
     per_row = -(-case.keys // BLOCK_SIZE)
@@ -103,14 +103,14 @@ def paged_ways(case: PagedCase, device: torch.device, dtype: torch.dtype) -> Way
     caches = [as_blocks(random(*pool, width)) for width in widths]
     if not case.rope_dim:
         caches.append(as_blocks(random(*pool, case.d)))
-    ways: dict[str, Callable[[], Tensor]] = {
+    backends: dict[str, Callable[[], Tensor]] = {
         "auto": partial(attend, case, queries, caches, metadata, invariant=True),
         "torch": partial(attend, case, queries, caches, metadata, torch_only=True),
     }
     for name, cache_dtype in QUANTIZED.items():
         blocks = [quantize_rows(cache.data, cache_dtype) for cache in caches]
-        ways[name] = partial(attend, case, queries, blocks, metadata, invariant=True)
-    return ways
+        backends[name] = partial(attend, case, queries, blocks, metadata, invariant=True)
+    return backends
 
 
 def attend(
@@ -134,9 +134,9 @@ def attend(
     )
 
 
-def matmul_ways(
+def matmul_backends(
     rows: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> Ways:
+) -> Backends:
     """The kernel, torch's matmul, and both with int8 weights."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(rows, shape[1], generator=draw).to(device, dtype)
@@ -151,11 +151,11 @@ def matmul_ways(
     }
 
 
-def unlike_torch(ways: Ways) -> float:
+def largest_error(backends: Backends) -> float:
     """The largest relative error of the kernel against torch's operations on the same inputs."""
     pairs = [("auto", "torch"), ("int8", "int8 by torch")]
     return max(
-        relative_error(ways[ours]().cpu(), ways[reference]().cpu())
+        relative_error(backends[ours]().cpu(), backends[reference]().cpu())
         for ours, reference in pairs
-        if reference in ways
+        if reference in backends
     )

@@ -42,7 +42,7 @@ LAYOUTS: Mapping[str, ParallelConfig] = {
 """No layout divides rows, so that all compute the same ones."""
 
 
-def race_layouts(run: TrainRun, *, rounds: int) -> int:
+def compare_layouts(run: TrainRun, *, rounds: int) -> int:
     """One rank's part: rank 0 prints every layout's rate, and how it compares with plain tensor
     parallelism."""
     first = replace(run, parallel=LAYOUTS["tp plain"])

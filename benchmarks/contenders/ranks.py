@@ -85,7 +85,7 @@ def run_rank(
 ) -> tuple[dict[str, float], Turns]:
     """Losses of the first step, and what every turn took."""
     trainer, batches = set_up(rank, world, run)
-    return race(
+    return compare_steps(
         trainer,
         batches,
         {"ddp": Replicated(run, batches, trainer.mesh).step},
@@ -107,7 +107,7 @@ def set_up(rank: int, world: int, run: TrainRun) -> tuple[Trainer, StepBatches]:
     return build_trainer(run, mesh, torch.device("cpu")), batches
 
 
-def race(
+def compare_steps(
     trainer: Trainer,
     batches: StepBatches,
     theirs: Mapping[str, Callable[[], float]],

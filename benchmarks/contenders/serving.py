@@ -26,7 +26,7 @@ are at batch 1: the bars of inference on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingCase:
     """A model, and the batches whose decode steps are measured."""
 
     model: Callable[[], ModelConfig]
@@ -38,21 +38,21 @@ class Serving:
     steps_per_round: int = 8
 
 
-def describe(serving: Serving, *, rounds: int) -> str:
+def describe(case: ServingCase, *, rounds: int) -> str:
     """Describe what is measured, without a model or a device."""
-    model = serving.model()
+    model = case.model()
     return (
         f"{model.num_layers} layers of h {model.hidden_size}, vocabulary of {model.vocab_size}, "
-        f"{str(serving.dtype).removeprefix('torch.')}; batches of "
-        f"{', '.join(map(str, serving.batches))} sequences of {serving.context} tokens, "
-        f"{rounds} rounds of {serving.steps_per_round} decode steps"
+        f"{str(case.dtype).removeprefix('torch.')}; batches of "
+        f"{', '.join(map(str, case.batches))} sequences of {case.context} tokens, "
+        f"{rounds} rounds of {case.steps_per_round} decode steps"
     )
 
 
 @torch.no_grad()
-def build_random_model(serving: Serving, device: torch.device) -> Decoder:
+def build_random_model(case: ServingCase, device: torch.device) -> Decoder:
     """Build the model with normally distributed weights, which only have to be finite."""
-    context = build_context(serving.model(), build_single_rank_mesh(), dtype=serving.dtype)
+    context = build_context(case.model(), build_single_rank_mesh(), dtype=case.dtype)
     (model,) = build_chunks(context)
     allocate(model, device)
     for parameter in model.parameters():
@@ -61,13 +61,13 @@ def build_random_model(serving: Serving, device: torch.device) -> Decoder:
 
 
 def build_contender(
-    model: Decoder, serving: Serving, batch: int, graphs: GraphConfig, max_steps: int
+    model: Decoder, case: ServingCase, batch: int, graphs: GraphConfig, max_steps: int
 ) -> InferenceEngine:
     """Build an engine with a batch of sequences that have about `context` tokens, and decode."""
     tokens_per_step = max(512, 2 * batch)
     # the first sequences decode while the prompts of the others are processed
-    max_steps += 2 * batch * serving.context // tokens_per_step + 2
-    length = serving.context + max_steps + 1
+    max_steps += 2 * batch * case.context // tokens_per_step + 2
+    length = case.context + max_steps + 1
     num_blocks = batch * -(-length // 16)
     config = EngineConfig(
         cache=CacheConfig(num_blocks=num_blocks, prefix_caching=False),
@@ -79,19 +79,19 @@ def build_contender(
     engine = build_engine(TextGenerator(model, ByteTokenizer(), frozenset()), config)
     params = SamplingParams(temperature=0.0, max_new_tokens=max_steps, ignore_eos=True)
     for index in range(batch):
-        engine.add_request([index % 200] * serving.context, params)
+        engine.add_request([index % 200] * case.context, params)
     while len(engine.step()) < batch:  # until all of them decode
         pass
     return engine
 
 
-def bytes_per_step(engine: InferenceEngine, serving: Serving, batch: int) -> int:
+def bytes_per_step(engine: InferenceEngine, case: ServingCase, batch: int) -> int:
     """Return the bytes of weights, keys and values that a decode step reads."""
     model, plan = engine.runner.model, engine.runner.cache.plan
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     if not model.config.tied_embeddings:
         del weights[model.embed.weight.data_ptr()]  # only rows of it are read
-    return sum(weights.values()) + batch * serving.context * plan.bytes_per_token
+    return sum(weights.values()) + batch * case.context * plan.bytes_per_token
 
 
 def decode(engine: InferenceEngine, num_steps: int) -> None:
@@ -100,30 +100,32 @@ def decode(engine: InferenceEngine, num_steps: int) -> None:
         engine.step()
 
 
-def race(serving: Serving, device: torch.device, *, rounds: int) -> Iterator[str]:
+def compare_graphs(case: ServingCase, device: torch.device, *, rounds: int) -> Iterator[str]:
     """Yield a line for each batch and contender, and the bars."""
-    model, bandwidth = build_random_model(serving, device), measured_bandwidth(device=str(device))
+    model, bandwidth = build_random_model(case, device), measured_bandwidth(device=str(device))
     mode = "static_replay" if device.type == "cpu" else "cuda_graph"
     yield f"bandwidth of a copy: {bandwidth / 1e9:.0f} GB/s; graphs: {mode}"
-    num_steps = serving.steps_per_round * (rounds + 2)
-    for batch in serving.batches:
+    num_steps = case.steps_per_round * (rounds + 2)
+    for batch in case.batches:
         graphs = GraphConfig(num_buckets=1)
         engines = {
-            name: build_contender(model, serving, batch, replace(graphs, mode=mode_), num_steps * 2)
-            for name, mode_ in (("eager", "none"), ("graphs", mode))
+            name: build_contender(
+                model, case, batch, replace(graphs, mode=graph_mode), num_steps * 2
+            )
+            for name, graph_mode in (("eager", "none"), ("graphs", mode))
         }
         turns = take_turns(
             {
-                name: lambda engine=engine: decode(engine, serving.steps_per_round)
+                name: lambda engine=engine: decode(engine, case.steps_per_round)
                 for name, engine in engines.items()
             },
             rounds=rounds,
             warmup=1,
         )
-        moved = bytes_per_step(engines["graphs"], serving, batch)
+        moved = bytes_per_step(engines["graphs"], case, batch)
         fractions = {}
         for name, times in turns.seconds.items():
-            seconds = statistics.median(times) / serving.steps_per_round
+            seconds = statistics.median(times) / case.steps_per_round
             fractions[name] = moved / seconds / bandwidth
             yield (
                 f"batch {batch:3} {name:6} {1e3 * seconds:9.3f} ms per step, "
@@ -133,15 +135,15 @@ def race(serving: Serving, device: torch.device, *, rounds: int) -> Iterator[str
         ratio = times_as_fast(turns.seconds["graphs"], turns.seconds["eager"])
         yield f"batch {batch:3} graphs / eager: {ratio}"
         if device.type != "cpu":  # a rehearsal has no bars
-            yield from compare_with_bars(turns.seconds, fractions["graphs"], batch, serving)
+            yield from compare_with_bars(turns.seconds, fractions["graphs"], batch, case)
 
 
 def compare_with_bars(
-    seconds: Mapping[str, Sequence[float]], fraction: float, batch: int, serving: Serving
+    seconds: Mapping[str, Sequence[float]], fraction: float, batch: int, case: ServingCase
 ) -> Iterator[str]:
     """Yield whether a batch reaches its bar: `fraction` of the bandwidth, or the ratio of the times
     of eager and replayed steps."""
-    if batch == max(serving.batches):
+    if batch == max(case.batches):
         verdict = "holds " if fraction >= BAR_BANDWIDTH else "MISSED"
         yield f"{verdict} batch {batch} >= {BAR_BANDWIDTH} of the bandwidth"
     if batch == 1:

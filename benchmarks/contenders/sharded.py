@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from contenders.ranks import Adam, LossModel, race, set_up
+from contenders.ranks import Adam, LossModel, compare_steps, set_up
 from paired import Turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +77,7 @@ def run_rank(
     trainer, batches = set_up(rank, world, run)
     fsdp = FullyShardedDataParallel(run, batches, trainer.mesh, reshard=reshard)
     ddp = Redundant(run, batches, trainer.mesh)
-    losses, turns = race(
+    losses, turns = compare_steps(
         trainer, batches, {"fsdp2": fsdp.step, "ddp": ddp.step}, rounds=rounds, warmup=warmup
     )
     nbytes = {

@@ -38,8 +38,9 @@ def check_batch_invariance(engine: InferenceEngine) -> None:
         if logprob_values(one) != logprob_values(other):
             raise ConfigError(
                 "batch_invariant=true: on this machine the log-probs of this model depend on the "
-                "other requests of a batch. It is supported on CPUs with OpenMP in fp32 and bf16, "
-                "without MLA and relative positions. Set batch_invariant to false."
+                "other requests of a batch. It is supported on CPUs with OpenMP and on GPUs with "
+                "Triton, in fp32 and bf16, without MLA and relative positions. Set batch_invariant "
+                "to false."
             )
 
 

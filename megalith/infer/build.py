@@ -81,7 +81,7 @@ def build_engine(
         plan,
         max_model_len=size.max_model_len,
         num_drafts=count_draft_tokens(config, draft_plan),
-        attention_kernel=kernels.backend_name("attention"),
+        kernels=kernels,
         expert_group=generator.expert_group,
     )
     cache = PagedKVCache(

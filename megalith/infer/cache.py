@@ -372,7 +372,7 @@ class PagedKVCache:
         """`kernel`: backend of paged attention; `has_padding`: whether steps may have padding,
         which is stored in a block of its own; `groups`: `token_groups` of the model, if the plan
         divides tokens. Blocks have at least `block_size` tokens."""
-        self.plan, self.num_blocks, self._has_padding = plan, num_blocks, has_padding
+        self.plan, self.num_blocks, self.has_padding = plan, num_blocks, has_padding
         self.block_size = plan.round_block_size(block_size)
         self.batch_invariant, self.kernel = batch_invariant, kernel
         shared = {one for one in plan.shardings if one.num_ranks > 1}
@@ -399,23 +399,25 @@ class PagedKVCache:
         pool_key = slot, role, (heads, block_size, width)
         pool = self._pool.get(pool_key)
         if pool is None:
-            shape = self.num_blocks + self._has_padding, heads, block_size, width
+            shape = self.num_blocks + self.has_padding, heads, block_size, width
             pool = allocate_blocks(shape, rows, TORCH_DTYPES.get(self.plan.dtype, rows.dtype))
             self._pool[pool_key] = pool
         return pool
 
     def make_padding_row(self) -> PlannedRow:
         """Return a row of one token that no request has."""
-        assert self._has_padding, "the cache has no block for padding"
+        assert self.has_padding, "the cache has no block for padding"
         tables = [[self.num_blocks]] * len(self.plan.layout.groups)
         return PlannedRow(PADDING, 0, 1, samples=False, block_tables=tables)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The allocated storage by name."""
+        """The allocated blocks by name: data and scales [blocks, ...] of all slots."""
         return {
-            f"KV cache slot {slot} {role}": pool.data
-            for (slot, role, _), pool in self._pool.items()
+            f"KV cache slot {slot} {role} {part} {shape}": tensor
+            for (slot, role, shape), pool in self._pool.items()
+            for part, tensor in pool._asdict().items()
+            if tensor is not None
         }
 
     @property
@@ -423,14 +425,9 @@ class PagedKVCache:
         """Bytes of the allocated blocks."""
         return sum(pool.num_bytes for pool in self._pool.values())
 
-    @property
-    def has_padding(self) -> bool:
-        """Whether there is a block for padding, after the others."""
-        return self._has_padding
-
     def list_tensors(self) -> list[Tensor]:
         """Return the allocated blocks: data and scales [blocks, ...] of all slots."""
-        return [part for pool in self._pool.values() for part in pool if part is not None]
+        return list(self.tensors.values())
 
     def list_states(self) -> list[Tensor]:
         """Return the recurrent states of all sequences."""
@@ -445,8 +442,7 @@ class PagedKVCache:
     def block_words(self) -> list[Tensor]:
         """Return views [blocks, words] of all blocks: their bytes as int64, or as uint8 where these
         are not a multiple of 8. Kernels copy wide words faster."""
-        stored = [tensor for pool in self._pool.values() for tensor in pool if tensor is not None]
-        blocks = [tensor.flatten(1).view(torch.uint8) for tensor in stored]
+        blocks = [tensor.flatten(1).view(torch.uint8) for tensor in self.list_tensors()]
         is_wide = all(block.shape[1] % 8 == 0 for block in blocks)
         return [block.view(torch.int64) if is_wide else block for block in blocks]
 

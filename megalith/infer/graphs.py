@@ -22,12 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.config.kernels import BackendName
+from megalith.config.kernels import BackendName, KernelsConfig
 from megalith.config.serve import EngineConfig
 from megalith.errors import ConfigError
 from megalith.infer.cache import CachePlan, PagedKVCache, StepBlocks, TokenRankGroup
 from megalith.infer.pipeline import PipelineLink
 from megalith.kernels.attention.paged import GatheredKeys, PagedMetadata
+from megalith.kernels.grouped_linear import ALIGNED, equal_groups, fused_takes
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import PackedSeqParams, seq_params_from_rows
 from megalith.models.decoder import (
@@ -37,6 +38,7 @@ from megalith.models.decoder import (
     StageTensors,
 )
 from megalith.parallel.group import SINGLE_RANK, Group, all_reduce_max_
+from megalith.parallel.tensor import ExpertMatrix
 from megalith.plan.serving.cache_layout import ALL_TOKENS, TokenShard
 from megalith.plan.serving.graph_buckets import (
     BatchDimensions,
@@ -44,13 +46,15 @@ from megalith.plan.serving.graph_buckets import (
     BucketPolicy,
     EagerReason,
     match_bucket,
-    plan_buckets,
+    plan_graph_buckets,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState
 
 logger = logging.getLogger(__name__)
 
 ReplayMode = Literal["static_replay", "cuda_graph"]
+
+AUTO_KERNELS = KernelsConfig()
 
 NUM_WARMUP_RUNS = 2
 """Eager runs before a capture: the first allocates blocks and compiles kernels (heuristic)."""
@@ -113,12 +117,12 @@ def plan_graphs(
     *,
     max_model_len: int,
     num_drafts: int,
-    attention_kernel: BackendName = "auto",
+    kernels: KernelsConfig = AUTO_KERNELS,
     expert_group: Group = SINGLE_RANK,
 ) -> GraphPlan | None:
     """Plan which steps of an engine are replayed; None: none. `num_drafts`: largest number of draft
-    tokens of a row; `attention_kernel`: backend of paged attention; `expert_group`: ranks with
-    other requests that share experts.
+    tokens of a row; `kernels`: backends of the engine; `expert_group`: ranks with other requests
+    that share experts.
 
     Raises:
         ConfigError: the device or the model does not support what the settings name.
@@ -127,7 +131,7 @@ def plan_graphs(
     mode = graphs.mode
     if mode == "none" or mode == "recorded":
         return None
-    reason = graph_limitation(model, cache_plan, attention_kernel, expert_group)
+    reason = graph_limitation(model, cache_plan, kernels, expert_group)
     if mode == "auto":
         is_gpu = next(model.parameters()).is_cuda
         if is_gpu and reason is not None:
@@ -161,7 +165,7 @@ def plan_graphs(
         distribution=graphs.distribution,
         prefills=graphs.prefills,
     )
-    buckets = plan_buckets(limits, policy)
+    buckets = plan_graph_buckets(limits, policy)
     if not buckets:
         raise ConfigError(
             f"graphs.mode={mode} with max_num_seqs={config.max_num_seqs} and "
@@ -175,11 +179,11 @@ def plan_graphs(
 def graph_limitation(
     model: Decoder,
     cache_plan: CachePlan,
-    attention_kernel: BackendName = "auto",
+    kernels: KernelsConfig = AUTO_KERNELS,
     expert_group: Group = SINGLE_RANK,
 ) -> str | None:
     """Return why no step of a model can be replayed, or None."""
-    config = model.config
+    config, attention_kernel = model.config, kernels.backend_name("attention")
     if cache_plan.has_states:
         return "a plugin layer may have a recurrent state, which is an object of each sequence"
     if config.positions == "relative":
@@ -188,13 +192,31 @@ def graph_limitation(
         return (
             f"kernels.attention={attention_kernel} reads the lengths of the sequences on the host"
         )
-    weight = next(model.parameters())
-    if config.moe is None or not weight.is_cuda:
+    if config.moe is None or not next(model.parameters()).is_cuda:
         return None
     if model.tp_comm.group.size > 1 or expert_group.size > 1:
         return "experts on several ranks exchange messages whose sizes depend on the routing"
-    if weight.dtype != torch.bfloat16:
-        return "the grouped matmul of experts is one kernel in bf16 only"
+    return find_experts_limitation(model, kernels.backend_name("experts"))
+
+
+def find_experts_limitation(model: Decoder, experts_kernel: BackendName) -> str | None:
+    """Return why the grouped matmuls of a model on a GPU read the number of rows of each expert on
+    the host, which no graph can, or None. Only torch's kernel reads it on the device."""
+    if experts_kernel not in ("auto", "torch", "grouped"):
+        return f"kernels.experts={experts_kernel} reads the numbers of rows of experts on the host"
+    assert model.config.moe is not None
+    groups = equal_groups(model.config.moe.num_experts, 0)
+    for matrix in (each for each in model.modules() if isinstance(each, ExpertMatrix)):
+        weight, _, _, matmul_ops = matrix()
+        if matmul_ops is not None:
+            return "quantized experts read their numbers of rows on the host"
+        if weight.dtype != torch.bfloat16:
+            return "the grouped matmul of experts is one kernel in bf16 only"
+        if not fused_takes(weight, weight, groups):
+            return (
+                "the grouped matmul of experts is one kernel only if rows have a multiple of "
+                f"{ALIGNED} bytes"
+            )
     return None
 
 
@@ -557,6 +579,7 @@ class StepGraphs:
         self._write_rope(rows, rope_lengths)
         if self.plan.mode == "static_replay":
             self.buffers.check_padding(len(ids))
+        self._model.tp_comm.collectives.reset_buffers()
         self._replays[bucket].replay()
         return self._read_outputs(bucket, len(ids), len(sampled))
 
@@ -590,6 +613,7 @@ class StepGraphs:
             run = _BucketStep(self, bucket)
             if not self._outputs:
                 self._allocate_outputs(run)
+            self._model.tp_comm.collectives.reset_buffers()
             if self.plan.mode == "static_replay":
                 self._replays[bucket] = StaticReplay(run, self._list_tensors)
             else:
@@ -659,6 +683,7 @@ class StepGraphs:
         """Compute a step and write its outputs to their buffers."""
         for name, tensor in _name_outputs(self._run_step(inputs)).items():
             self._outputs[name][: len(tensor)].copy_(tensor)
+        self._model.tp_comm.collectives.reset_buffers()
 
     def _allocate_outputs(self, step: "_BucketStep") -> None:
         max_tokens = len(self.buffers["ids"])

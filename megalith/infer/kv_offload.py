@@ -59,7 +59,7 @@ def plan_host_blocks(
     if num_blocks < 1:
         raise ConfigError(
             f"{setting} is less than a block of {cache.block_size} tokens, which has "
-            f"{block_nbytes / 2**20:.3g} MiB. Set cache.host_gb to {_round_up(block_nbytes)} or "
+            f"{block_nbytes / 2**20:.3g} MiB. Set cache.host_gb to {_format_gib(block_nbytes)} or "
             "more, or to 0."
         )
     if num_blocks * block_nbytes > free_bytes:
@@ -71,7 +71,7 @@ def plan_host_blocks(
     return num_blocks
 
 
-def _round_up(nbytes: int) -> str:
+def _format_gib(nbytes: int) -> str:
     """Return a number of GiB, at least `nbytes`, with two digits."""
     text = f"{nbytes / GIB:.2g}"
     return text if float(text) * GIB >= nbytes else f"{nbytes / GIB * 1.05:.2g}"

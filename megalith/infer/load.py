@@ -158,9 +158,9 @@ def load_text_generator(
     if quantizes:
         check_int8_supported(device, backends)
     layout = generation_layout(model_config, mesh.world.size, parallel)
-    _warn_if_experts_are_replicated(model_config, layout, parallel)
     if model_config.moe is not None:  # that of a draft model is smaller
         layout = replace(layout, ep=mesh.over("ep").size)
+    _warn_if_experts_are_replicated(model_config, layout, parallel)
     context = build_context(
         model_config,
         mesh,
@@ -257,12 +257,14 @@ def _check_adapters_fit_mlp_chunks(config: EngineConfig, mlp_chunks: int) -> Non
 def _warn_if_experts_are_replicated(
     model: ModelConfig, layout: ParallelConfig, parallel: InferenceParallelConfig
 ) -> None:
-    """Warn if the experts do not divide over the tensor- and data-parallel ranks."""
+    """Warn if the experts are not divided over all tensor- and data-parallel ranks: their number is
+    not divisible, or each data-parallel rank has its own draft model."""
     if model.moe is not None and layout.ep < layout.tp * parallel.dp:
         logger.warning(
-            "%d experts do not divide over %d tensor- and data-parallel ranks, so that some ranks "
-            "hold the same experts",
+            "%d experts are divided over %d of %d tensor- and data-parallel ranks, so that some "
+            "ranks hold the same experts",
             model.moe.num_experts,
+            layout.ep,
             layout.tp * parallel.dp,
         )
 

@@ -140,12 +140,6 @@ def small_batch_grouped_linear(
     return _multiply(x, w, scales, bounds, experts=len(counts), most_rows=max(counts, default=0))
 
 
-def reference_small_batch_linear(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Reference implementation of `small_batch_linear` in plain PyTorch operations."""
-    y = x.float() @ w.float().t()
-    return (y if scales is None else y * scales).to(x.dtype)
-
-
 @cache  # never freed: recorded calls have its address
 def _bounds(rows: int) -> Tensor:
     return torch.tensor([0, rows])

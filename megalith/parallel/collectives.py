@@ -421,6 +421,10 @@ class Collectives(NamedTuple):
     all_reduce: Callable[[Tensor, Group], Tensor]
     """Partial sums -> their sum: P -> I."""
 
+    reset_buffers: Callable[[], None] = lambda: None
+    """Let the next call use the same buffers as after every other reset: before and at the end of a
+    step that a graph replays. Every rank calls it."""
+
 
 PROCESS_GROUP = Collectives(all_gather, reduce_scatter, reduce_from_tp)
 """Those of the process group (gloo, NCCL), for any device; the only ones with gradients."""

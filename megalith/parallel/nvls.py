@@ -237,7 +237,7 @@ def _try_to_allocate(group: Group, device: torch.device) -> tuple[MulticastBuffe
     """Return the buffer, or None and why there is none."""
     try:
         buffer = allocate_multicast_buffer(group, device, 2 * HALF_BYTES)
-    except RuntimeError as error:  # other ranks must learn of it
+    except RuntimeError as error:  # gathered, so that all ranks use the process group
         return None, str(error).splitlines()[0]
     return buffer, "" if buffer is not None else "symmetric memory was mapped without multicast"
 
@@ -245,12 +245,12 @@ def _try_to_allocate(group: Group, device: torch.device) -> tuple[MulticastBuffe
 class NvlsCollectives:
     """Collectives of one group over multicast.
 
-    The halves of the buffer take turns. A rank writes to a half again two calls later, after the
-    barrier of the call between, which every rank reaches only when it has read the half; so one
-    barrier per call suffices. Two steps are separated by the messages of the sampled tokens, so
-    that a replayed graph with an odd number of calls does not reuse a half too early. Messages that
-    do not fit use the process group; the decision depends on shape and dtype alone, which all ranks
-    have in common.
+    Calls alternate between the halves of the buffer. A rank writes to a half again two calls later,
+    after the barrier of the call between, which every rank reaches only when it has read the half;
+    so one barrier per call suffices. A replayed graph always uses the halves of its capture, so
+    steps start with the first half: `reset_buffers` adds a barrier after an odd number of calls.
+    Messages that do not fit use the process group; the decision depends on shape and dtype alone,
+    which all ranks have in common.
     """
 
     def __init__(self, group: Group, buffer: MulticastBuffer, one_shot_limit: int = 0) -> None:
@@ -265,7 +265,16 @@ class NvlsCollectives:
     @property
     def collectives(self) -> Collectives:
         """The functions that layers call."""
-        return Collectives(self.all_gather, self.reduce_scatter, self.all_reduce)
+        return Collectives(
+            self.all_gather, self.reduce_scatter, self.all_reduce, self.reset_buffers
+        )
+
+    def reset_buffers(self) -> None:
+        """Let the next call use the first half; waits for the ranks that read it, if the last call
+        used it."""
+        if self._num_calls % 2:
+            self.buffer.barrier()
+            self._num_calls += 1
 
     def all_gather(self, x: Tensor, group: Group) -> Tensor:
         """Concatenate the ranks' equal parts: x [t, ...] -> [ranks * t, ...]."""
@@ -317,8 +326,7 @@ class NvlsCollectives:
         return y
 
     def _next_half(self, x: Tensor, shape: Sequence[int]) -> tuple[Tensor, int]:
-        """Return a tensor of the dtype of x in the half whose turn it is, and its multicast
-        address."""
+        """Return a tensor of the dtype of x in the current half, and its multicast address."""
         offset = (self._num_calls % 2) * self.half_bytes
         self._num_calls += 1
         nbytes = torch.Size(shape).numel() * x.element_size()

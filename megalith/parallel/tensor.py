@@ -86,6 +86,10 @@ class TPComm(Protocol):
         """Axes over which parameters used outside tensor-parallel work have the complete gradient
         on every rank."""
 
+    @property
+    def collectives(self) -> Collectives:
+        """Those of forward without overlap."""
+
     def select_local(self, values: Tensor) -> Tensor:
         """Select this rank's tokens outside tensor-parallel work from values [t, ...] of all
         tokens."""

@@ -161,7 +161,7 @@ def plan_buckets(
     for bucket in sorted(packed, key=lambda bucket: bucket.finished):
         for number, offset in bucket.offsets.items():
             slots[number] = BucketSlot(len(buckets), start + offset, start + offset + sizes[number])
-        stop = start + _round_up(bucket.length, quantum)
+        stop = start + round_up(bucket.length, quantum)
         buckets.append(Bucket(start, stop, tuple(bucket.offsets)))
         start = stop
     return BucketPlan(tuple(slot for slot in slots if slot is not None), tuple(buckets))
@@ -196,7 +196,7 @@ def _pack(
         if full or is_alone:
             packed.append(_Packed({}, 0, place))
         bucket = packed[-1]
-        bucket.length, bucket.finished = _round_up(bucket.length, align), place
+        bucket.length, bucket.finished = round_up(bucket.length, align), place
         for number in unit:
             bucket.offsets[number] = bucket.length
             bucket.length += sizes[number]
@@ -216,7 +216,8 @@ def _units(count: int, contiguous: Sequence[Sequence[int]]) -> list[tuple[int, .
     ]
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 

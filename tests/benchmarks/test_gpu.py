@@ -26,9 +26,9 @@ def test_every_backend_of_every_kernel_runs(beside_benchmarks: None) -> None:
     kernels = importlib.import_module("contenders.kernels")
     results = dict(kernels.contests(torch.device("cpu"), torch.bfloat16, kernels.SMALL))
     assert len(results) == 11
-    for name, ways in results.items():
-        assert {"auto", *ways} == set(ways) and len(ways) > 1, name
-        for run in ways.values():
+    for name, backends in results.items():
+        assert {"auto", *backends} == set(backends) and len(backends) > 1, name
+        for run in backends.values():
             run()
 
 
@@ -36,14 +36,14 @@ def test_kernels_of_inference_compute_what_torch_computes(beside_benchmarks: Non
     inference = importlib.import_module("contenders.inference")
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     with torch.inference_mode():
-        results = dict(inference.inference_contests(cpu, bf16, inference.SMALL))
+        results = dict(inference.list_inference_backends(cpu, bf16, inference.SMALL))
         assert len(results) == 4
-        for name, ways in results.items():
-            assert inference.unlike_torch(ways) <= 2e-2, name
-            for run in ways.values():
+        for name, backends in results.items():
+            assert inference.largest_error(backends) <= 2e-2, name
+            for run in backends.values():
                 assert run().isfinite().all()
     halved = {"auto": lambda: torch.ones(2), "torch": lambda: torch.full((2,), 2.0)}
-    assert inference.unlike_torch(halved) == 0.5
+    assert inference.largest_error(halved) == 0.5
 
 
 @pytest.mark.slow

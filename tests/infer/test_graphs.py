@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.kernels import KernelsConfig
 from megalith.config.model import MLAConfig, ModelConfig, RelativeConfig, RopeConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.serve import (
@@ -22,13 +23,22 @@ from megalith.config.serve import (
 from megalith.errors import ConfigError
 from megalith.infer.cache import PagedKVCache, plan_cache, token_groups
 from megalith.infer.engine import InferenceEngine
-from megalith.infer.graphs import GraphPlan, StepBuffers, StepGraphs, plan_graphs
+from megalith.infer.graphs import (
+    GraphPlan,
+    StaticReplay,
+    StepBuffers,
+    StepGraphs,
+    find_experts_limitation,
+    plan_graphs,
+)
 from megalith.infer.layout import generation_layout
 from megalith.infer.load import connect_stages, find_expert_group
+from megalith.infer.quantize import build_int8_grouped_matmul_ops
 from megalith.infer.runner import ModelRunner, PromptOutputs, StepLogits
 from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS
 from megalith.models.decoder import Decoder
 from megalith.nn.moe import Router
+from megalith.parallel.collectives import PROCESS_GROUP
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.serving.graph_buckets import (
@@ -36,7 +46,7 @@ from megalith.plan.serving.graph_buckets import (
     BatchLimits,
     BucketPolicy,
     Prefills,
-    plan_buckets,
+    plan_graph_buckets,
 )
 from megalith.plan.serving.scheduler import PlannedRow, SequenceState, StepPlan
 from megalith.testing.ranks import run_ranks
@@ -169,7 +179,7 @@ def test_steps_of_every_bucket_equal_eager_steps(kind: str, tiny: SimpleNamespac
     """Also the logits of prompts; and the keys and values of all blocks but that of padding."""
     model = tiny.model(tiny.config(**KINDS[kind]), dtype=torch.float64).eval()
     prefills: Prefills = "none" if kind == "MLA" else "all"
-    buckets = plan_buckets(LIMITS, BucketPolicy(prefills=prefills, num_buckets=2))
+    buckets = plan_graph_buckets(LIMITS, BucketPolicy(prefills=prefills, num_buckets=2))
     eager, replayed = make_runner(model, None), make_runner(model, buckets)
     graphs_of(replayed).capture()
     num_groups, draw = len(eager.cache.plan.layout.groups), random.Random(len(kind))
@@ -363,6 +373,33 @@ def test_a_tensor_that_is_allocated_again_is_detected(
     assert output.outputs[0].finish_reason == "length"
 
 
+def test_collectives_are_reset_before_and_at_the_end_of_replays(
+    tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank replays the buffers of the capture, whatever was called between two replays."""
+    events: list[str] = []
+    collectives = PROCESS_GROUP._replace(reset_buffers=lambda: events.append("reset"))
+    model = tiny.model(tiny.config(), collectives=collectives)
+    replay = StaticReplay.replay
+    run_step = ModelRunner._compute
+    monkeypatch.setattr(
+        StaticReplay, "replay", lambda self: (events.append("replay"), replay(self))
+    )
+    monkeypatch.setattr(
+        ModelRunner,
+        "_compute",
+        lambda self, inputs: (events.append("layers"), run_step(self, inputs))[1],
+    )
+    engine = build(model, graphs=STATIC, max_num_seqs=1)
+    graphs_of(engine.runner).capture()
+    # layers run once to allocate the outputs, and once to be captured
+    assert events == ["layers", "reset", "layers", "reset"]
+    events.clear()
+    run(engine, [([3, 1], GREEDY)])
+    replays = events[events.index("reset") :]
+    assert replays == ["reset", "replay", "layers", "reset"] * (len(replays) // 4) and replays
+
+
 def test_a_capture_that_fails_is_repeated_completely(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(), dtype=torch.float64).eval()
     requests = [([4, 2, 7], SAMPLED)]
@@ -512,7 +549,7 @@ def test_a_prompt_waits_while_no_bucket_covers_its_batch(
     one never waits."""
     model = tiny.model(tiny.config(), dtype=torch.float64).eval()
     monkeypatch.setattr(
-        "megalith.infer.graphs.plan_buckets",
+        "megalith.infer.graphs.plan_graph_buckets",
         lambda limits, policy: (BatchDimensions(24, 1, 3), BatchDimensions(4, 0, 4)),
     )
     engine = build(
@@ -533,12 +570,10 @@ def test_a_prompt_waits_while_no_bucket_covers_its_batch(
 
 def plan_for(model: Decoder, **settings: Any) -> GraphPlan | None:
     """Plan the graphs of an engine for a model."""
-    kernel = settings.pop("kernel", "auto")
+    kernels = KernelsConfig(attention=settings.pop("kernel", "auto"))
     config = EngineConfig(graphs=GraphConfig(**settings.pop("graphs")), **settings)
     cache_plan = plan_cache(model.config, tp=1, element_size=4)
-    return plan_graphs(
-        config, model, cache_plan, max_model_len=64, num_drafts=0, attention_kernel=kernel
-    )
+    return plan_graphs(config, model, cache_plan, max_model_len=64, num_drafts=0, kernels=kernels)
 
 
 MLA = MLAConfig(kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3)
@@ -580,6 +615,34 @@ def test_graphs_that_a_model_does_not_support_are_rejected(
     with pytest.raises(ConfigError) as error:
         plan_for(model, **settings)
     assert str(error.value).startswith(message)
+
+
+ALIGNED_EXPERTS = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "reason"),
+    [
+        ({}, "auto", None),
+        ({}, "grouped", None),
+        ({}, "loop", "kernels.experts=loop reads the numbers of rows of experts on the host"),
+        ({"dtype": torch.float32}, "auto", "is one kernel in bf16 only"),
+        ({"ffn_hidden_size": 20}, "auto", "only if rows have a multiple of 16 bytes"),
+        ({"int8": True}, "auto", "quantized experts read their numbers of rows on the host"),
+    ],
+)
+def test_experts_whose_rows_are_counted_on_the_host_have_no_graphs(
+    changes: dict[str, Any], kernel: Any, reason: str | None, tiny: SimpleNamespace
+) -> None:
+    fields = {"build_grouped_matmul_ops": build_int8_grouped_matmul_ops}
+    moe = replace(ALIGNED_EXPERTS, ffn_hidden_size=changes.get("ffn_hidden_size", 16))
+    model = tiny.model(
+        tiny.config(moe=moe, hidden_size=48),
+        dtype=changes.get("dtype", torch.bfloat16),
+        **(fields if "int8" in changes else {}),
+    )
+    limitation = find_experts_limitation(model, kernel)
+    assert limitation is None if reason is None else reason in str(limitation)
 
 
 def test_cpus_have_no_graphs_by_default(tiny: SimpleNamespace) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megalith.config.serve import (
     SpeculationConfig,
 )
 from megalith.errors import RankError
+from megalith.infer import load
 from megalith.infer.build import build_engine
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.layout import build_generation_mesh, generation_layout, open_source
@@ -205,6 +207,33 @@ def test_weights_of_drafts_are_loaded_on_the_last_stage(
     assert all(num_drafts > 0 for _, num_drafts in expected)
     for result in run_ranks(generate_loaded, 2, path, draft, PP):
         assert result == expected
+
+
+def list_warnings(rank: int, world: int, path: Path, draft: Path) -> list[str]:
+    """Warnings while a model and its draft model are loaded on data-parallel ranks."""
+    parallel = InferenceParallelConfig(dp=world)
+    config = EngineConfig(
+        speculation=SpeculationConfig(method="draft_model", draft_model=str(draft))
+    )
+    source = open_source(str(path), world, parallel=parallel)
+    mesh = build_generation_mesh(source.model, parallel, rank=rank, world=world)
+    texts: list[str] = []
+    with patch.object(load.logger, "warning", lambda text, *values: texts.append(text % values)):
+        load_text_generator(source, mesh, CPU, EXACT, config=config, parallel=parallel)
+    return texts
+
+
+def test_experts_of_a_draft_model_on_every_data_parallel_rank_are_reported(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    models = [tiny.model(tiny.config(vocab_size=257, moe=moe)) for moe in (None, EXPERTS)]
+    dense, experts = (save(tmp_path / str(i), model) for i, model in enumerate(models))
+    warning = (
+        "4 experts are divided over 1 of 2 tensor- and data-parallel ranks, so that some ranks "
+        "hold the same experts"
+    )
+    assert run_ranks(list_warnings, 2, dense, experts) == [[warning]] * 2
+    assert run_ranks(list_warnings, 2, experts, dense) == [[]] * 2
 
 
 @pytest.mark.slow  # waits for the timeout

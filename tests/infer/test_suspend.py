@@ -316,12 +316,12 @@ def test_requests_are_added_and_ended_while_suspended(
     outputs = start(engine, 3)
     engine.suspend(kv_cache=mode, offload_weights=True)
     late = engine.output_of(engine.add_request(PROMPTS[0], SAMPLED))
-    hurried = engine.output_of(engine.add_request(PROMPTS[1], replace(SAMPLED, deadline_s=0.001)))
+    expiring = engine.output_of(engine.add_request(PROMPTS[1], replace(SAMPLED, deadline_s=0.001)))
     assert engine.next_deadline is not None and not engine.can_step
     time.sleep(0.002)
     (expired,) = engine.step()
     assert expired.finish_reason == "error" and "deadline_s=0.001" in str(expired.error)
-    assert hurried.finished and engine.next_deadline is None
+    assert expiring.finished and engine.next_deadline is None
     (aborted,) = engine.abort(outputs[1].request_id)
     assert aborted.finish_reason == "abort"
     engine.scheduler.check()
@@ -535,8 +535,8 @@ def test_streams_of_tasks_wait_while_suspended(run_folder: Path) -> None:
             outputs = [await anext(stream)]
             await llm.suspend(offload_weights=True)
             late = asyncio.create_task(llm.generate(PROMPTS[1], SAMPLED))
-            hurried = await llm.generate(PROMPTS[2], replace(SAMPLED, deadline_s=0.05))
-            assert "deadline_s=0.05" in str(hurried.outputs[0].error)
+            expiring = await llm.generate(PROMPTS[2], replace(SAMPLED, deadline_s=0.05))
+            assert "deadline_s=0.05" in str(expiring.outputs[0].error)
             assert not late.done()
             with pytest.raises(InvalidStateError, match="Call wake_up first"):
                 await llm.suspend()

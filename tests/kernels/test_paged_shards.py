@@ -294,6 +294,16 @@ def test_merged_parts_are_the_softmax_over_all_keys(seed: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_merged_output_of_padding_is_zero() -> None:
+    parts = torch.randn(3, 5, 2, 9)
+    parts[:, 3:, :, :-1] = 0.0
+    parts[:, 3:, :, -1] = -torch.inf  # no keys in any set
+    merged = merge_partial_attention(parts)
+    assert torch.equal(merged[3:], torch.zeros(2, 2, 8))
+    torch.testing.assert_close(merged[:3], merge_partial_attention(parts[:, :3]), rtol=0, atol=0)
+    assert torch.equal(merge_partial_attention(parts, torch.zeros(2))[3:], torch.zeros(2, 2, 8))
+
+
 def test_merge_without_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault 22 of the engine."""
     monkeypatch.setattr(

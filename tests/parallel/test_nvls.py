@@ -19,7 +19,7 @@ from megalith.errors import ConfigError
 from megalith.kernels.triton import launch
 from megalith.observe.flight import FlightRecorder
 from megalith.parallel import nvls
-from megalith.parallel.collectives import PROCESS_GROUP, Collectives
+from megalith.parallel.collectives import PROCESS_GROUP
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.nvls import (
     DeviceCapabilities,
@@ -36,6 +36,7 @@ from tests.parallel.multicast import SimulatedMulticast, simulate_multicast
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NBYTES = 1 << 13
+NAMES = "all_gather", "reduce_scatter", "all_reduce"
 needs_triton = pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
 
 
@@ -61,7 +62,7 @@ def compare(rank: int, world: int, path: Path) -> tuple[dict[str, int], list[str
                 x = draw(3 * world, 32, seed=100 * call + rank, dtype=dtype)[
                     :, : 16 + 8 * (call % 2)
                 ]
-                for name in Collectives._fields:
+                for name in NAMES:
                     expected = getattr(PROCESS_GROUP, name)(x, group)
                     before = len(flight.entries)
                     actual = getattr(subject.collectives, name)(x, group)
@@ -78,7 +79,7 @@ def compare(rank: int, world: int, path: Path) -> tuple[dict[str, int], list[str
             draw(world, 16, seed=rank, dtype=torch.float64),
             draw(2 * world, 16, seed=rank).requires_grad_(),
         ):
-            for name in Collectives._fields:
+            for name in NAMES:
                 if name == "reduce_scatter" and x.shape[0] % world:
                     continue  # sizes differ between ranks
                 actual = getattr(subject.collectives, name)(x, group)
@@ -126,7 +127,7 @@ def test_collectives_reject_another_group() -> None:
         NvlsCollectives(group, buffer).all_reduce(torch.ones(4), replace(group, ranks=(2, 3)))
 
 
-# --- halves that take turns
+# --- alternating halves
 
 CALLS = 5
 
@@ -139,14 +140,21 @@ class OneHalf(NvlsCollectives):
         return super()._next_half(x, shape)
 
 
+class NoReset(NvlsCollectives):
+    """Planted fault: replays of an odd number of calls follow each other without a barrier."""
+
+    def reset_buffers(self) -> None:
+        self._num_calls = 0
+
+
 def scatter_late(
-    kind: type[NvlsCollectives], monkeypatch: pytest.MonkeyPatch
+    kind: type[NvlsCollectives], monkeypatch: pytest.MonkeyPatch, num_replays: int = 1
 ) -> list[list[Tensor]]:
     """Outputs of consecutive reduce-scatters of two ranks, of which the second reads only after the
-    first has written its next message."""
+    first is at its next barrier, or has written its next message."""
     parts = torch.zeros(2, 512, dtype=torch.uint8)
     gate = threading.Barrier(2)
-    written = [threading.Event() for _ in range(CALLS + 1)]
+    written = [threading.Event() for _ in range(num_replays * (CALLS + 1) + 1)]
     calls = [count(), count()]
 
     def wait(rank: int) -> None:
@@ -163,10 +171,14 @@ def scatter_late(
         simulated = SimulatedMulticast(parts, rank, lambda: wait(rank))
         group = Group(axes=("tp",), ranks=(0, 1), rank=rank, name="tp")
         subject = kind(group, simulated.buffer)
-        for call in range(CALLS):
+        for call in range(num_replays * CALLS):
             outputs[rank].append(subject.reduce_scatter(draw(4, 8, seed=2 * call + rank), group))
+            if call % CALLS == CALLS - 1 and num_replays > 1:
+                subject.reset_buffers()
+                assert subject._num_calls % 2 == 0  # a replay uses the halves of the first one
         if rank == 0:
-            written[CALLS].set()
+            for event in written:
+                event.set()
 
     stand_in = SimulatedMulticast(parts, 0, lambda: None).sum_multicast
     monkeypatch.setattr("megalith.kernels.triton.multicast.sum_multicast", stand_in)
@@ -179,8 +191,8 @@ def scatter_late(
     return outputs
 
 
-def sums(rank: int) -> list[Tensor]:
-    totals = (draw(4, 8, seed=2 * call) + draw(4, 8, seed=2 * call + 1) for call in range(CALLS))
+def sums(rank: int, calls: int = CALLS) -> list[Tensor]:
+    totals = (draw(4, 8, seed=2 * call) + draw(4, 8, seed=2 * call + 1) for call in range(calls))
     return [total.chunk(2)[rank] for total in totals]
 
 
@@ -200,6 +212,19 @@ def test_a_late_rank_reads_the_next_message_from_a_single_half(
     outputs = scatter_late(OneHalf, monkeypatch)
     is_right = [torch.equal(*pair) for pair in zip(outputs[1], sums(1), strict=True)]
     assert is_right == [False] * (CALLS - 1) + [True]
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", [NvlsCollectives, NoReset])
+def test_replays_of_an_odd_number_of_calls_are_separated_by_a_barrier(
+    kind: type[NvlsCollectives], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = scatter_late(kind, monkeypatch, num_replays=3)
+    is_right = [torch.equal(*pair) for pair in zip(outputs[1], sums(1, 3 * CALLS), strict=True)]
+    # without the barrier, the last message of a replay is overwritten by the first of the next
+    is_last = [call % CALLS == CALLS - 1 and call < 2 * CALLS for call in range(3 * CALLS)]
+    assert is_right == [kind is NvlsCollectives or not last for last in is_last]
+    assert all(map(torch.equal, outputs[0], sums(0, 3 * CALLS)))
 
 
 # --- availability

@@ -374,6 +374,7 @@ def _attend_sharded(
 def merge_partial_attention(partial_outputs: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Merge attention to disjoint sets of keys: outputs and their log-sum-exps, [sets, t, n, d_v +
     1], -> [t, n, d_v]. The sums are in the order of sets; `sinks` [n]: see `masked_attention`.
+    Padding has no keys in any set, and the output 0.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
@@ -382,13 +383,14 @@ def merge_partial_attention(partial_outputs: Tensor, sinks: Tensor | None = None
     if sinks is not None:
         sinks = sinks.to(lse.dtype).view(1, -1, 1)
         largest = torch.maximum(largest, sinks)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of padding
     weights = (lse - largest).exp()
     total = torch.zeros_like(largest) if sinks is None else (sinks - largest).exp()
     merged = torch.zeros_like(outputs[0])
     for weight, output in zip(weights, outputs, strict=True):
         total = total + weight
         merged = merged + weight * output
-    return merged / total
+    return merged / total.masked_fill(total == 0.0, 1.0)
 
 
 def select_paged_backend(paged: PagedKeys, kernel: BackendName) -> PagedBackend:

@@ -125,7 +125,7 @@ class TileShape:
         return first, second, value
 
 
-class Inputs(NamedTuple):
+class AttentionTensors(NamedTuple):
     """Tensors of an attention kernel. Parts that a call has not are any other tensor."""
 
     q: Any  # in a kernel: address of a tensor; here and below
@@ -142,7 +142,7 @@ class Inputs(NamedTuple):
     lengths: Any
 
 
-class Numbers(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Sizes and strides of an attention kernel."""
 
     rows: int
@@ -177,10 +177,10 @@ def attend(
     """Attention to the keys of this rank: see `PagedKernel` in kernels/attention/paged.py."""
     out = paged.new_partial_output() if is_partial else paged.new_output()
     shape = choose_shape(paged, metadata, scores, sinks, is_partial=is_partial)
-    inputs, numbers = _list_inputs(paged, metadata, sinks), _list_numbers(paged, metadata)
+    tensors, sizes = _list_tensors(paged, metadata, sinks), _list_sizes(paged, metadata)
     rows, max_blocks = metadata.block_tables.shape
-    tiles = count_tiles(numbers.tokens, rows, shape.queries)
-    head_tiles = numbers.kv_heads * shape.head_tiles
+    tiles = count_tiles(sizes.tokens, rows, shape.queries)
+    head_tiles = sizes.kv_heads * shape.head_tiles
     segments = count_segments(max_blocks * metadata.block_size, shape)
     is_split = segments > 1 and tiles * head_tiles < MIN_PROGRAMS
     state_shape = (segments, *out.shape[:2], paged.value_width + 2) if is_split else (0,)
@@ -189,10 +189,10 @@ def attend(
     options = {"num_warps": 8 if shape.is_latent else 4, "num_stages": 2}
     grid = tiles, head_tiles
     _attend[(*grid, segments if is_split else 1)](
-        inputs, numbers, *factors, out, states, SHAPE=shape, IS_SPLIT=is_split, **options
+        tensors, sizes, *factors, out, states, SHAPE=shape, IS_SPLIT=is_split, **options
     )
     if is_split:
-        _merge_segments[grid](inputs, numbers, out, states, SHAPE=shape, **options)
+        _merge_segments[grid](tensors, sizes, out, states, SHAPE=shape, **options)
     return out
 
 
@@ -246,7 +246,9 @@ def count_segments(num_keys: int, shape: TileShape) -> int:
     return max(1, min(total, 1 + -(-visible // shape.segment)))
 
 
-def _list_inputs(paged: PagedKeys, metadata: PagedMetadata, sinks: Tensor | None) -> Inputs:
+def _list_tensors(
+    paged: PagedKeys, metadata: PagedMetadata, sinks: Tensor | None
+) -> AttentionTensors:
     q, caches = paged.queries[0], (paged.keys[0], paged.keys[-1], paged.values)
     scales = [q if cache.scales is None else cache.scales for cache in caches]
     parts = [
@@ -259,7 +261,7 @@ def _list_inputs(paged: PagedKeys, metadata: PagedMetadata, sinks: Tensor | None
         metadata.cu_seqlens_q,
         metadata.kv_lengths,
     ]
-    return Inputs._make(parts)
+    return AttentionTensors._make(parts)
 
 
 def _as_integers(cache: KVBlocks) -> Tensor:
@@ -267,7 +269,7 @@ def _as_integers(cache: KVBlocks) -> Tensor:
     return cache.data if cache.scales is None else cache.data.view(torch.int8)
 
 
-def _list_numbers(paged: PagedKeys, metadata: PagedMetadata) -> Numbers:
+def _list_sizes(paged: PagedKeys, metadata: PagedMetadata) -> AttentionSizes:
     q, caches = paged.queries[0], (paged.keys[0], paged.keys[-1], paged.values)
     tables = metadata.block_tables
     assert tables.stride(1) == 1 and tables.dtype == torch.int32
@@ -281,7 +283,7 @@ def _list_numbers(paged: PagedKeys, metadata: PagedMetadata) -> Numbers:
         *(stride for cache in caches for stride in cache.data.stride()[:3]),
         tables.stride(0),
     ]
-    return Numbers._make(parts)
+    return AttentionSizes._make(parts)
 
 
 class _QueryTile(NamedTuple):
@@ -317,24 +319,26 @@ def _count_before(position: "Count", rank: "Count", SHAPE: tl.constexpr) -> "Cou
 
 
 @triton.jit
-def _locate_tile(inputs: "Inputs", numbers: "Numbers", SHAPE: tl.constexpr) -> "_QueryTile":
+def _locate_tile(
+    tensors: "AttentionTensors", sizes: "AttentionSizes", SHAPE: tl.constexpr
+) -> "_QueryTile":
     """Return the tile of this program."""
     chunk: tl.constexpr = 256
     row, begin, first = find_tile(
-        tl.program_id(0), inputs.starts, numbers.rows, SHAPE.queries, chunk
+        tl.program_id(0), tensors.starts, sizes.rows, SHAPE.queries, chunk
     )
-    is_row = row < numbers.rows
-    end = tl.load(inputs.starts + row + 1, is_row, 0)
-    queries = tl.where(is_row, end, numbers.tokens) - begin
-    keys = tl.load(inputs.lengths + row, is_row, 0)
+    is_row = row < sizes.rows
+    end = tl.load(tensors.starts + row + 1, is_row, 0)
+    queries = tl.where(is_row, end, sizes.tokens) - begin
+    keys = tl.load(tensors.lengths + row, is_row, 0)
     last = tl.minimum(first + SHAPE.queries, queries) - 1
     lines = tl.arange(0, SHAPE.rows)
     query = first + lines // SHAPE.heads
     kv_head = tl.program_id(1) // SHAPE.head_tiles
     number = tl.program_id(1) % SHAPE.head_tiles * SHAPE.heads + lines % SHAPE.heads
     before = tl.where(is_row, keys - queries, 0)
-    first_key = _count_before(_first_visible(before + first, SHAPE), numbers.rank, SHAPE)
-    end_key = _count_before(before + last + 1, numbers.rank, SHAPE)
+    first_key = _count_before(_first_visible(before + first, SHAPE), sizes.rank, SHAPE)
+    end_key = _count_before(before + last + 1, sizes.rank, SHAPE)
     return _QueryTile(
         row,
         kv_head,
@@ -416,11 +420,11 @@ def _visible_scores(
     stored: "Tensors",
     is_key: "Tensors",
     tile: "_QueryTile",
-    numbers: "Numbers",
+    sizes: "AttentionSizes",
     SHAPE: tl.constexpr,
 ) -> "Tensors":
     """Return the scores with -inf for keys that a query does not see."""
-    keys = stored * SHAPE.num_ranks + numbers.rank
+    keys = stored * SHAPE.num_ranks + sizes.rank
     visible = is_key[None, :] & (keys[None, :] <= tile.position[:, None])
     if SHAPE.window > 0:
         visible = visible & (keys[None, :] >= _first_visible(tile.position, SHAPE)[:, None])
@@ -432,8 +436,8 @@ def _attend_segment(
     segment: "Count",
     q: "Tensors",
     q_rope: "Tensors",
-    inputs: "Inputs",
-    numbers: "Numbers",
+    tensors: "AttentionTensors",
+    sizes: "AttentionSizes",
     tile: "_QueryTile",
     scale: "Any",
     cap: "Any",
@@ -445,7 +449,7 @@ def _attend_segment(
         tl.full((SHAPE.rows,), LOWEST, tl.float32),
         tl.full((SHAPE.rows,), 0.0, tl.float32),
     )
-    table_at = inputs.tables + tile.row.to(tl.int64) * numbers.table_row
+    table_at = tensors.tables + tile.row.to(tl.int64) * sizes.table_row
     begin = tl.maximum(tile.first_key, segment * SHAPE.segment)
     end = tl.minimum(tile.end_key, (segment + 1) * SHAPE.segment)
     for first in range(begin // SHAPE.keys * SHAPE.keys, end, SHAPE.keys):
@@ -453,27 +457,27 @@ def _attend_segment(
         is_key = (stored >= begin) & (stored < end)
         block = tl.load(table_at + stored // SHAPE.block_size, is_key, 0).to(tl.int64)
         offset = stored % SHAPE.block_size
-        scale_place = (block * numbers.kv_heads + tile.kv_head) * SHAPE.block_size + offset
-        place = block * numbers.key_block + tile.kv_head * numbers.key_head
-        place += offset * numbers.key_token
-        k = _load_part(inputs.key_cache, place, is_key, SHAPE, SHAPE.widths[0], SHAPE.padded[0])
+        scale_place = (block * sizes.kv_heads + tile.kv_head) * SHAPE.block_size + offset
+        place = block * sizes.key_block + tile.kv_head * sizes.key_head
+        place += offset * sizes.key_token
+        k = _load_part(tensors.key_cache, place, is_key, SHAPE, SHAPE.widths[0], SHAPE.padded[0])
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SHAPE.kind > 0:
-            s *= _load_scales(inputs.key_scales, scale_place, is_key, SHAPE)[None, :]
+            s *= _load_scales(tensors.key_scales, scale_place, is_key, SHAPE)[None, :]
         if SHAPE.widths[1] > 0:
-            place = block * numbers.rope_block + tile.kv_head * numbers.rope_head
-            place += offset * numbers.rope_token
+            place = block * sizes.rope_block + tile.kv_head * sizes.rope_head
+            place += offset * sizes.rope_token
             rope = _load_part(
-                inputs.rope_cache, place, is_key, SHAPE, SHAPE.widths[1], SHAPE.padded[1]
+                tensors.rope_cache, place, is_key, SHAPE, SHAPE.widths[1], SHAPE.padded[1]
             )
             rotated = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
             if SHAPE.kind > 0:
-                rotated *= _load_scales(inputs.rope_scales, scale_place, is_key, SHAPE)[None, :]
+                rotated *= _load_scales(tensors.rope_scales, scale_place, is_key, SHAPE)[None, :]
             s += rotated
         s *= scale
         if SHAPE.is_capped:
             s = cap * _tanh(s / cap)
-        s = _visible_scores(s, stored, is_key, tile, numbers, SHAPE)
+        s = _visible_scores(s, stored, is_key, tile, sizes, SHAPE)
         largest = tl.maximum(top, tl.max(s, 1))
         p = tl.exp(s - largest[:, None])
         decay = tl.exp(top - largest)
@@ -481,13 +485,13 @@ def _attend_segment(
         if SHAPE.is_latent:
             v = k
         else:
-            place = block * numbers.value_block + tile.kv_head * numbers.value_head
-            place += offset * numbers.value_token
+            place = block * sizes.value_block + tile.kv_head * sizes.value_head
+            place += offset * sizes.value_token
             v = _load_part(
-                inputs.value_cache, place, is_key, SHAPE, SHAPE.widths[2], SHAPE.padded[2]
+                tensors.value_cache, place, is_key, SHAPE, SHAPE.widths[2], SHAPE.padded[2]
             )
         if SHAPE.kind > 0:
-            p *= _load_scales(inputs.value_scales, scale_place, is_key, SHAPE)[None, :]
+            p *= _load_scales(tensors.value_scales, scale_place, is_key, SHAPE)[None, :]
         p = p.to(SHAPE.operand)
         total = tl.dot(p, v, total * decay[:, None], input_precision="ieee")
     return total, top, weight
@@ -512,7 +516,7 @@ def _merge(
 
 @triton.jit
 def _start_state(
-    inputs: "Inputs", tile: "_QueryTile", SHAPE: tl.constexpr
+    tensors: "AttentionTensors", tile: "_QueryTile", SHAPE: tl.constexpr
 ) -> "tuple[Tensors, Tensors, Tensors]":
     """Return the state before any key: that of the sink."""
     total = tl.full((SHAPE.rows, SHAPE.padded[2]), 0.0, tl.float32)
@@ -521,7 +525,7 @@ def _start_state(
     if SHAPE.sinks > 0:
         top, weight = weight, weight + 1.0
     if SHAPE.sinks == 1:
-        top = tl.load(inputs.sinks + tile.head, tile.inside, 0.0).to(tl.float32)
+        top = tl.load(tensors.sinks + tile.head, tile.inside, 0.0).to(tl.float32)
     return total, top, weight
 
 
@@ -532,13 +536,13 @@ def _write_output(
     top: "Tensors",
     weight: "Tensors",
     tile: "_QueryTile",
-    numbers: "Numbers",
+    sizes: "AttentionSizes",
     SHAPE: tl.constexpr,
 ) -> None:
     """Write the output, and if it is partial, the log-sum-exp, which is -inf without keys."""
     width: tl.constexpr = SHAPE.widths[2]
     columns = tl.arange(0, SHAPE.padded[2])
-    place = tile.token * numbers.query_heads + tile.head
+    place = tile.token * sizes.query_heads + tile.head
     inside = tile.inside[:, None] & (columns < width)[None, :]
     divisor = tl.where(weight == 0.0, 1.0, weight)
     out = total / divisor[:, None]
@@ -554,17 +558,17 @@ def _write_output(
 
 @triton.jit
 def _state_places(
-    segment: "Count", tile: "_QueryTile", numbers: "Numbers", SHAPE: tl.constexpr
+    segment: "Count", tile: "_QueryTile", sizes: "AttentionSizes", SHAPE: tl.constexpr
 ) -> "Tensors":
     """Return where the states of a segment start in the workspace [segments, t, n, d_v + 2]."""
-    place = segment * numbers.tokens + tile.token
-    return (place * numbers.query_heads + tile.head) * (SHAPE.widths[2] + 2)
+    place = segment * sizes.tokens + tile.token
+    return (place * sizes.query_heads + tile.head) * (SHAPE.widths[2] + 2)
 
 
 @triton.jit
 def _attend(
-    inputs: "Inputs",
-    numbers: "Numbers",
+    tensors: "AttentionTensors",
+    sizes: "AttentionSizes",
     scale: "Any",
     cap: "Any",
     out_at: "Pointer",
@@ -573,12 +577,12 @@ def _attend(
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """Write the output of a tile, or the states of one of its segments."""
-    tile = _locate_tile(inputs, numbers, SHAPE)
+    tile = _locate_tile(tensors, sizes, SHAPE)
     q = _load_queries(
-        inputs.q,
+        tensors.q,
         tile,
-        numbers.q_token,
-        numbers.q_head,
+        sizes.q_token,
+        sizes.q_head,
         SHAPE,
         SHAPE.widths[0],
         SHAPE.padded[0],
@@ -586,10 +590,10 @@ def _attend(
     q_rope = q
     if SHAPE.widths[1] > 0:
         q_rope = _load_queries(
-            inputs.q_rope,
+            tensors.q_rope,
             tile,
-            numbers.q_rope_token,
-            numbers.q_rope_head,
+            sizes.q_rope_token,
+            sizes.q_rope_head,
             SHAPE,
             SHAPE.widths[1],
             SHAPE.padded[1],
@@ -600,55 +604,55 @@ def _attend(
         segment = first + tl.program_id(2)
         if (segment < end) & (tile.first_key < tile.end_key):
             total, top, weight = _attend_segment(
-                segment, q, q_rope, inputs, numbers, tile, scale, cap, SHAPE
+                segment, q, q_rope, tensors, sizes, tile, scale, cap, SHAPE
             )
             width: tl.constexpr = SHAPE.widths[2]
             columns = tl.arange(0, SHAPE.padded[2])
-            place = states_at + _state_places(tl.program_id(2), tile, numbers, SHAPE)
+            place = states_at + _state_places(tl.program_id(2), tile, sizes, SHAPE)
             inside = tile.inside[:, None] & (columns < width)[None, :]
             tl.store(place[:, None] + columns[None, :], total, inside)
             tl.store(place + width, top, tile.inside)
             tl.store(place + width + 1, weight, tile.inside)
     else:
-        total, top, weight = _start_state(inputs, tile, SHAPE)
+        total, top, weight = _start_state(tensors, tile, SHAPE)
         for segment in range(first, end):
             new_total, new_top, new_weight = _attend_segment(
-                segment, q, q_rope, inputs, numbers, tile, scale, cap, SHAPE
+                segment, q, q_rope, tensors, sizes, tile, scale, cap, SHAPE
             )
             total, top, weight = _merge(total, top, weight, new_total, new_top, new_weight)
-        _write_output(out_at, total, top, weight, tile, numbers, SHAPE)
+        _write_output(out_at, total, top, weight, tile, sizes, SHAPE)
 
 
 @triton.jit
 def _merge_segments(
-    inputs: "Inputs",
-    numbers: "Numbers",
+    tensors: "AttentionTensors",
+    sizes: "AttentionSizes",
     out_at: "Pointer",
     states_at: "Pointer",
     SHAPE: tl.constexpr,
 ) -> None:
     """Write the output of a tile from the states of its segments."""
-    tile = _locate_tile(inputs, numbers, SHAPE)
+    tile = _locate_tile(tensors, sizes, SHAPE)
     width: tl.constexpr = SHAPE.widths[2]
     columns = tl.arange(0, SHAPE.padded[2])
     inside = tile.inside[:, None] & (columns < width)[None, :]
-    total, top, weight = _start_state(inputs, tile, SHAPE)
+    total, top, weight = _start_state(tensors, tile, SHAPE)
     first = tile.first_key // SHAPE.segment
     end = (tile.end_key + SHAPE.segment - 1) // SHAPE.segment
     end = tl.where(tile.first_key < tile.end_key, end, first)
     for segment in range(0, end - first):
-        place = states_at + _state_places(segment, tile, numbers, SHAPE)
+        place = states_at + _state_places(segment, tile, sizes, SHAPE)
         new_total = tl.load(place[:, None] + columns[None, :], inside, 0.0)
         new_top = tl.load(place + width, tile.inside, 0.0)
         new_weight = tl.load(place + width + 1, tile.inside, 0.0)
         total, top, weight = _merge(total, top, weight, new_total, new_top, new_weight)
-    _write_output(out_at, total, top, weight, tile, numbers, SHAPE)
+    _write_output(out_at, total, top, weight, tile, sizes, SHAPE)
 
 
 # --- storing
 
 
-class _StoreNumbers(NamedTuple):
+class _StoreSizes(NamedTuple):
     """Sizes and strides of the storing kernel."""
 
     heads: int
@@ -668,13 +672,13 @@ def store_rows(cache: KVBlocks, rows: Tensor, slots: Tensor) -> None:
     _, g, block_size, width = cache.data.shape
     padded = next_power_of_two(width)
     heads = min(next_power_of_two(g), max(1, TILE // padded))
-    numbers = _StoreNumbers(g, *rows.stride()[:2], *cache.data.stride()[:3])
+    sizes = _StoreSizes(g, *rows.stride()[:2], *cache.data.stride()[:3])
     _store_rows[(len(slots), -(-g // heads))](
         rows,
         slots,
         _as_integers(cache),
         rows if cache.scales is None else cache.scales,
-        numbers,
+        sizes,
         BLOCK_SIZE=block_size,
         WIDTH=width,
         PADDED=padded,
@@ -710,7 +714,7 @@ def _store_rows(
     slots_at: "Pointer",
     data_at: "Pointer",
     scales_at: "Pointer",
-    numbers: "_StoreNumbers",
+    sizes: "_StoreSizes",
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -721,10 +725,10 @@ def _store_rows(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, PADDED)
-    inside = (head < numbers.heads)[:, None] & (columns < WIDTH)[None, :]
+    inside = (head < sizes.heads)[:, None] & (columns < WIDTH)[None, :]
     slot = tl.load(slots_at + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    place = token * numbers.row_token + head[:, None] * numbers.row_head + columns[None, :]
+    place = token * sizes.row_token + head[:, None] * sizes.row_head + columns[None, :]
     x = tl.load(rows_at + place, inside, 0.0)
     if KIND > 0:
         x = x.to(tl.float32)
@@ -735,7 +739,7 @@ def _store_rows(
         smallest = 1.1754943508222875e-38  # a row of zeros has a divisor
         scale = tl.where(scale < smallest, smallest, scale)
         x = _quantize(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), KIND)
-        scale_place = (block * numbers.heads + head) * BLOCK_SIZE + offset
-        tl.store(scales_at + scale_place, scale, head < numbers.heads)
-    place = block * numbers.block + head[:, None] * numbers.head + offset * numbers.token
+        scale_place = (block * sizes.heads + head) * BLOCK_SIZE + offset
+        tl.store(scales_at + scale_place, scale, head < sizes.heads)
+    place = block * sizes.block + head[:, None] * sizes.head + offset * sizes.token
     tl.store(data_at + place + columns[None, :], x.to(data_at.dtype.element_ty), inside)

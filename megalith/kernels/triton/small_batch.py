@@ -53,7 +53,7 @@ TILES = (Tile(64, 256, 4, 3), Tile(32, 256, 4, 3), Tile(128, 128, 4, 3), Tile(16
 default."""
 
 
-class MatmulNumbers(NamedTuple):
+class MatmulSizes(NamedTuple):
     """Sizes and strides of the matmul kernel."""
 
     tokens: int
@@ -87,14 +87,14 @@ def multiply(
         starts = torch.tensor([0, *counts]).cumsum(0).to(x.device, torch.int32)
         blocks = count_tiles(t, experts, groups * ROWS.value)
     sums = y if parts == 1 else y.new_empty(parts, t, outputs, dtype=torch.float32)
-    numbers = MatmulNumbers(t, experts, outputs, inputs, steps, x.stride(0), w.stride(0))
+    sizes = MatmulSizes(t, experts, outputs, inputs, steps, x.stride(0), w.stride(0))
     _multiply[(-(-outputs // config.outputs), parts, blocks)](
         x,
         w,
         x if scales is None else scales,
         starts,
         sums,
-        numbers,
+        sizes,
         OUTPUTS=config.outputs,
         INPUTS=size,
         GROUPS=groups,
@@ -112,7 +112,7 @@ def multiply(
             scales if scaled else x,
             starts,
             y,
-            numbers,
+            sizes,
             parts,
             IS_GROUPED=counts is not None,
             IS_INT8=scaled,
@@ -137,7 +137,7 @@ def _multiply(
     scales_at: "Pointer",
     starts_at: "Pointer",
     sums_at: "Pointer",
-    numbers: "MatmulNumbers",
+    sizes: "MatmulSizes",
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -149,27 +149,27 @@ def _multiply(
     """Write the sums over a part of the inputs, [parts, t, o] in fp32, or the outputs."""
     size: tl.constexpr = GROUPS * ROWS
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    part, first, end = tl.program_id(1), tl.program_id(2) * size, numbers.tokens
+    part, first, end = tl.program_id(1), tl.program_id(2) * size, sizes.tokens
     first_output = part.to(tl.int64) * 0
     if IS_GROUPED:
         chunk: tl.constexpr = 256
-        expert, begin, first = find_tile(tl.program_id(2), starts_at, numbers.experts, size, chunk)
-        is_expert = expert < numbers.experts
+        expert, begin, first = find_tile(tl.program_id(2), starts_at, sizes.experts, size, chunk)
+        is_expert = expert < sizes.experts
         end = tl.where(is_expert, tl.load(starts_at + expert + 1, is_expert, 0), 0)
         first += begin
-        first_output = expert.to(tl.int64) * numbers.outputs
+        first_output = expert.to(tl.int64) * sizes.outputs
     if first < end:
-        is_output = output < numbers.outputs
+        is_output = output < sizes.outputs
         row = first + tl.arange(0, ROWS)
         more = row + ROWS
-        x_place = row.to(tl.int64) * numbers.x_stride
-        w_place = (first_output + output) * numbers.w_stride
+        x_place = row.to(tl.int64) * sizes.x_stride
+        w_place = (first_output + output) * sizes.w_stride
         y = tl.zeros((OUTPUTS, ROWS), tl.float32)
         y_more = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        last = tl.minimum((part + 1) * numbers.steps * INPUTS, numbers.inputs)
-        for start in range(part * numbers.steps * INPUTS, last, INPUTS):
+        last = tl.minimum((part + 1) * sizes.steps * INPUTS, sizes.inputs)
+        for start in range(part * sizes.steps * INPUTS, last, INPUTS):
             column = start + tl.arange(0, INPUTS)
-            is_input = column < numbers.inputs
+            is_input = column < sizes.inputs
             w = tl.load(
                 w_at + w_place[:, None] + column[None, :],
                 is_output[:, None] & is_input[None, :],
@@ -182,19 +182,19 @@ def _multiply(
             x = tl.load(at, is_input[:, None] & (row < end)[None, :], 0.0).to(OPERAND)
             y = tl.dot(w, x, y, input_precision="ieee")
             if GROUPS == 2:
-                at += ROWS * numbers.x_stride
+                at += ROWS * sizes.x_stride
                 x = tl.load(at, is_input[:, None] & (more < end)[None, :], 0.0).to(OPERAND)
                 y_more = tl.dot(w, x, y_more, input_precision="ieee")
         if IS_INT8 and not IS_SPLIT:
             scale = tl.load(scales_at + first_output + output, is_output, 0.0)
             y *= scale[:, None]
             y_more *= scale[:, None]
-        y_place = (part.to(tl.int64) * numbers.tokens + row) * numbers.outputs
+        y_place = (part.to(tl.int64) * sizes.tokens + row) * sizes.outputs
         place = sums_at + y_place[None, :] + output[:, None]
         inside = is_output[:, None] & (row < end)[None, :]
         tl.store(place, y.to(sums_at.dtype.element_ty), inside)
         if GROUPS == 2:
-            place += ROWS * numbers.outputs
+            place += ROWS * sizes.outputs
             inside = is_output[:, None] & (more < end)[None, :]
             tl.store(place, y_more.to(sums_at.dtype.element_ty), inside)
 
@@ -205,7 +205,7 @@ def _add_parts(
     scales_at: "Pointer",
     starts_at: "Pointer",
     y_at: "Pointer",
-    numbers: "MatmulNumbers",
+    sizes: "MatmulSizes",
     parts: "Count",
     IS_GROUPED: tl.constexpr,
     IS_INT8: tl.constexpr,
@@ -214,10 +214,10 @@ def _add_parts(
     size: tl.constexpr = 1024
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * size + tl.arange(0, size)
-    is_output = output < numbers.outputs
-    place = sums_at + row * numbers.outputs + output
+    is_output = output < sizes.outputs
+    place = sums_at + row * sizes.outputs + output
     total = tl.zeros((size,), tl.float32)
-    stride = (row * 0 + numbers.tokens) * numbers.outputs
+    stride = (row * 0 + sizes.tokens) * sizes.outputs
     for _ in range(0, parts):
         total += tl.load(place, is_output, 0.0)
         place += stride
@@ -226,10 +226,10 @@ def _add_parts(
         if IS_GROUPED:
             # the expert of this row: tiles of one row
             chunk: tl.constexpr = 256
-            for first in range(0, numbers.experts, chunk):
+            for first in range(0, sizes.experts, chunk):
                 expert = 1 + first + tl.arange(0, chunk)
-                end = tl.load(starts_at + expert, expert <= numbers.experts, 2147483647)
-                first_output += tl.sum((end <= row).to(tl.int32), 0) * numbers.outputs
+                end = tl.load(starts_at + expert, expert <= sizes.experts, 2147483647)
+                first_output += tl.sum((end <= row).to(tl.int32), 0) * sizes.outputs
         scale = tl.load(scales_at + first_output + output, is_output, 0.0)
         total *= scale
-    tl.store(y_at + row * numbers.outputs + output, total.to(y_at.dtype.element_ty), is_output)
+    tl.store(y_at + row * sizes.outputs + output, total.to(y_at.dtype.element_ty), is_output)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal, NamedTuple
 
+from megalith.plan.buckets import round_up
+
 Distribution = Literal["exponential", "linear"]
 """Distance between the token counts of buckets: each half of the next larger one, or equal."""
 
@@ -134,7 +136,7 @@ def plan_token_ladder(
     else:
         counts = [max_tokens // 2**power // 2 * 2 for power in range(1, max_tokens.bit_length())]
         counts += [max_tokens, multiple]
-    rounded = {min(_round_up(count, multiple), max_tokens) for count in counts if count > 0}
+    rounded = {min(round_up(count, multiple), max_tokens) for count in counts if count > 0}
     ladder = sorted((count for count in rounded if count % multiple == 0), reverse=True)
     if distribution == "linear":
         return ladder
@@ -150,10 +152,6 @@ def _plan_linear(max_tokens: int, num_entries: int | None) -> list[int]:
         return [*range(stride, max_tokens, stride), max_tokens]
     fixed = [1, 2, 4, *range(8, 256, 8), *range(256, max_tokens, 16)]
     return [*(count for count in fixed if count < max_tokens), max_tokens]
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def plan_decode_buckets(limits: BatchLimits, policy: BucketPolicy) -> set[BatchDimensions]:
@@ -221,7 +219,7 @@ def _plan_prefill_counts(limits: BatchLimits, policy: BucketPolicy) -> list[int]
     return sorted({*powers, limits.max_rows})
 
 
-def plan_buckets(limits: BatchLimits, policy: BucketPolicy) -> tuple[BatchDimensions, ...]:
+def plan_graph_buckets(limits: BatchLimits, policy: BucketPolicy) -> tuple[BatchDimensions, ...]:
     """Return all buckets in the order in which they are captured: those with prefills first, and
     most tokens first, so that smaller graphs reuse the memory of larger ones."""
     buckets = plan_decode_buckets(limits, policy) | plan_mixed_buckets(limits, policy)
@@ -235,16 +233,13 @@ def plan_buckets(limits: BatchLimits, policy: BucketPolicy) -> tuple[BatchDimens
 # --- matching
 
 
-def covers(bucket: BatchDimensions, batch: BatchDimensions, *, strict: bool = False) -> bool:
+def covers(bucket: BatchDimensions, batch: BatchDimensions) -> bool:
     """Return whether a batch can be padded to a bucket. A decode step needs a bucket of decodes,
-    others one with prefills. Decode rows may have the place of prefills, unless `strict` (recurrent
-    layers, whose kernels differ)."""
+    others one with prefills. Decode rows may occupy prefill slots."""
     if bucket.num_tokens < batch.num_tokens or bucket.is_decode_only != batch.is_decode_only:
         return False
     if bucket.num_prefills < batch.num_prefills:
         return False
-    if strict:
-        return bucket.num_decodes >= batch.num_decodes
     return bucket.num_rows >= batch.num_rows
 
 
@@ -252,7 +247,6 @@ def match_bucket(
     buckets: Sequence[BatchDimensions],
     batch: BatchDimensions,
     *,
-    strict: bool = False,
     shares_experts: bool = False,
 ) -> BatchDimensions | EagerReason:
     """Return the smallest bucket that covers a batch, or why it runs eagerly.
@@ -270,7 +264,7 @@ def match_bucket(
     has_prefill_buckets = any(not bucket.is_decode_only for bucket in buckets)
     if not batch.is_decode_only and (shares_experts or not has_prefill_buckets):
         return "prefill"
-    covering = [bucket for bucket in buckets if covers(bucket, batch, strict=strict)]
+    covering = [bucket for bucket in buckets if covers(bucket, batch)]
     if covering:
         return min(covering)
     largest = max((bucket.num_tokens for bucket in buckets), default=0)

@@ -15,8 +15,8 @@ from megalith.plan.serving.graph_buckets import (
     covers,
     is_valid_bucket,
     match_bucket,
-    plan_buckets,
     plan_decode_buckets,
+    plan_graph_buckets,
     plan_mixed_buckets,
     plan_token_ladder,
     snap_chunk,
@@ -85,7 +85,7 @@ def test_decode_buckets_have_as_many_rows_as_tokens_allow() -> None:
     assert sorted(bucket.num_tokens for bucket in buckets) == [4, 8, 12, 24]
     assert plan_decode_buckets(limits, BucketPolicy(num_buckets=1)) == {(24, 0, 8)}
     few = BatchLimits(max_rows=3, max_tokens=3, max_model_len=32, num_shards=4)
-    assert plan_buckets(few, BucketPolicy(prefills="all")) == ()
+    assert plan_graph_buckets(few, BucketPolicy(prefills="all")) == ()
 
 
 def test_all_decode_steps_have_buckets() -> None:
@@ -100,7 +100,7 @@ def test_all_decode_steps_have_buckets() -> None:
         num_rows = draw.randint(1, limits.max_rows)
         num_tokens = draw.randint(num_rows, num_rows * (limits.num_drafts + 1))
         if num_tokens <= limits.max_tokens:
-            buckets = plan_buckets(limits, BucketPolicy(num_buckets=draw.choice([None, 1])))
+            buckets = plan_graph_buckets(limits, BucketPolicy(num_buckets=draw.choice([None, 1])))
             match = match_bucket(buckets, BatchDimensions(num_tokens, 0, num_rows))
             assert not isinstance(match, str), seed
 
@@ -124,7 +124,7 @@ def test_mixed_buckets_combine_token_counts_with_numbers_of_prefills() -> None:
 
 def test_buckets_with_most_prefill_tokens_are_captured_first() -> None:
     limits = BatchLimits(max_rows=4, max_tokens=16, max_model_len=64)
-    buckets = plan_buckets(limits, BucketPolicy(prefills="all"))
+    buckets = plan_graph_buckets(limits, BucketPolicy(prefills="all"))
     prefill_tokens = [bucket.num_tokens for bucket in buckets if bucket.num_prefills]
     assert prefill_tokens == sorted(prefill_tokens, reverse=True)
     assert all(bucket.num_prefills for bucket in buckets[: len(prefill_tokens)])
@@ -154,10 +154,9 @@ def test_matched_bucket_covers_the_batch_and_is_the_smallest_one() -> None:
         )
         prefills: Prefills = draw.choice(["none", "mixed", "all"])
         policy = BucketPolicy(prefills=prefills, num_buckets=draw.choice([None, 1, 3]))
-        buckets, batch = plan_buckets(limits, policy), draw_batch(draw, limits)
-        is_strict = draw.random() < 0.3
-        match = match_bucket(buckets, batch, strict=is_strict)
-        covering = [bucket for bucket in buckets if covers(bucket, batch, strict=is_strict)]
+        buckets, batch = plan_graph_buckets(limits, policy), draw_batch(draw, limits)
+        match = match_bucket(buckets, batch)
+        covering = [bucket for bucket in buckets if covers(bucket, batch)]
         if isinstance(match, str):
             reasons.add(match)
             assert not covering or batch.num_tokens == 0, seed
@@ -166,7 +165,6 @@ def test_matched_bucket_covers_the_batch_and_is_the_smallest_one() -> None:
         assert match.num_tokens >= batch.num_tokens > 0 and match.num_rows >= batch.num_rows, seed
         assert match.is_decode_only == batch.is_decode_only, seed
         assert match.num_prefills >= batch.num_prefills, seed
-        assert not is_strict or match.num_decodes >= batch.num_decodes, seed
         assert match.num_tokens % limits.num_shards == 0, seed
     assert reasons == {"empty", "oversize", "prefill", "no_bucket"}
 
@@ -177,39 +175,36 @@ def test_all_batches_of_the_scheduler_have_buckets_with_all_prefills() -> None:
         limits = BatchLimits(max_rows=draw.randint(1, 9), max_tokens=32, max_model_len=40)
         batch = draw_batch(draw, limits)
         if 0 < batch.num_tokens <= 32 and batch.num_rows <= limits.max_rows:
-            buckets = plan_buckets(limits, BucketPolicy(prefills="all"))
+            buckets = plan_graph_buckets(limits, BucketPolicy(prefills="all"))
             assert not isinstance(match_bucket(buckets, batch), str), (seed, batch)
 
 
 @pytest.mark.parametrize(
-    ("batch", "strict", "shares_experts", "expected"),
+    ("batch", "shares_experts", "expected"),
     [
-        ((2, 0, 2), False, False, BatchDimensions(4, 0, 4)),
-        ((12, 1, 5), False, False, BatchDimensions(16, 4, 2)),  # decodes in places of prefills
-        ((12, 1, 5), True, False, "no_bucket"),
-        ((12, 3, 2), True, False, BatchDimensions(16, 4, 2)),
-        ((4, 0, 4), False, True, BatchDimensions(4, 0, 4)),
-        ((12, 1, 2), False, True, "prefill"),  # on any of the ranks
-        ((5, 0, 2), False, False, "no_bucket"),
-        ((17, 1, 2), False, False, "oversize"),
-        ((0, 0, 0), False, False, "empty"),
+        ((2, 0, 2), False, BatchDimensions(4, 0, 4)),
+        ((12, 1, 5), False, BatchDimensions(16, 4, 2)),  # decodes in prefill slots
+        ((4, 0, 4), True, BatchDimensions(4, 0, 4)),
+        ((12, 1, 2), True, "prefill"),  # on any of the ranks
+        ((5, 0, 2), False, "no_bucket"),
+        ((17, 1, 2), False, "oversize"),
+        ((0, 0, 0), False, "empty"),
     ],
 )
 def test_rules_of_matching(
     batch: tuple[int, int, int],
-    strict: bool,
     shares_experts: bool,
     expected: BatchDimensions | EagerReason,
 ) -> None:
     buckets = [BatchDimensions(16, 4, 2), BatchDimensions(4, 0, 4), BatchDimensions(16, 2, 0)]
     dimensions = BatchDimensions(*batch)
-    match = match_bucket(buckets, dimensions, strict=strict, shares_experts=shares_experts)
+    match = match_bucket(buckets, dimensions, shares_experts=shares_experts)
     assert match == expected
 
 
 def test_chunks_have_sizes_of_buckets_where_one_fits() -> None:
     limits = BatchLimits(max_rows=8, max_tokens=64, max_model_len=500)
-    buckets = plan_buckets(limits, BucketPolicy(prefills="all"))
+    buckets = plan_graph_buckets(limits, BucketPolicy(prefills="all"))
     for seed in range(300):
         draw = random.Random(seed)
         num_decodes = draw.randint(0, 7)

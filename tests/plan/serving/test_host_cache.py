@@ -65,7 +65,9 @@ def test_least_recently_used_leaf_is_dropped_first() -> None:
     check_leaves_are_dropped_first()
 
 
-def test_parent_dropped_before_its_child_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_dropping_a_parent_before_its_child_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def is_evictable(self: HostCache, block: HostBlock) -> bool:
         return self._slots[block.number] is block and not block.num_transfers
 
