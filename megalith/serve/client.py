@@ -145,8 +145,8 @@ class _InFlightRequest:
     message: AddRequest
     block_keys: list[int]
     choices: list[_ChoiceProgress]
-    adapter_fingerprint: bytes | None
-    """SHA-256 of the weights of its adapter when it was sent."""
+    adapter_fingerprint: bytes | None = None
+    """SHA-256 of the weights of its adapter when it was sent first, or again without tokens."""
 
     num_attempts: int = 0
     """Replicas to which it was sent."""
@@ -158,6 +158,11 @@ class _InFlightRequest:
         """Number of choices that have not ended."""
         return sum(choice.finish_reason is None for choice in self.choices)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens were received."""
+        return any(choice.token_ids for choice in self.choices)
+
     def make_message(self) -> AddRequest:
         """Return the message to a replica, which continues after the tokens that were received."""
         if not self.num_attempts:
@@ -167,7 +172,7 @@ class _InFlightRequest:
             params.pop("prompt_logprobs", None)  # received
         progress = [[choice.token_ids, choice.finish_reason] for choice in self.choices]
         fingerprint = None
-        if any(choice.token_ids for choice in self.choices):  # else no weights were used
+        if self.has_tokens:  # else no weights were used
             fingerprint = self.adapter_fingerprint
         return replace(
             self.message, params=params, progress=progress, adapter_fingerprint=fingerprint
@@ -210,6 +215,7 @@ class EngineClient:
         that was unloaded."""
         self._adapter_lock = asyncio.Lock()
         self._state = EngineState()
+        """That all replicas have, or get."""
         self._changed = asyncio.Event()
         """Set, and replaced, when a request ends, or a replica is ready or fails."""
         self.num_sequences = self.num_prompt_tokens = 0
@@ -264,7 +270,6 @@ class EngineClient:
                 message,
                 self._compute_block_keys(request),
                 [_ChoiceProgress() for _ in range(request.params.n)],
-                self._fingerprints.get(request.adapter or ""),
             )
             self.num_sequences += request.params.n
             self.num_prompt_tokens += len(request.token_ids)
@@ -331,6 +336,8 @@ class EngineClient:
         replica = self.router.choose_replica(request.block_keys)
         if replica is None:
             return
+        if not request.has_tokens:
+            request.adapter_fingerprint = self._fingerprints.get(request.message.adapter or "")
         message = request.make_message()
         request.num_attempts += 1
         self.router.assign(
@@ -369,6 +376,11 @@ class EngineClient:
 
     # --- commands
 
+    @property
+    def state(self) -> EngineState:
+        """Return the state of the replicas."""
+        return self._state
+
     async def call(
         self,
         command: str,
@@ -402,12 +414,10 @@ class EngineClient:
         if command in ("load_adapter", "unload_adapter"):
             async with self._adapter_lock:
                 return await self._change_adapter(command, arguments, timeout_s)
-        before = self._state
-        # before it is sent: a replica can register in between
-        self._state = change_state(before, command, arguments)
+        after = change_state(self._state, command, arguments)
+        if after != self._state:
+            return await self._change_state(after, command, arguments, timeout_s)
         answers = await self._call(self.router.replicas, command, arguments, timeout_s=timeout_s)
-        if any(answer is not None and "error" in answer for answer in answers.values()):
-            self._state = before
         return self._check_answers(answers.values())
 
     async def poll_replicas(self, command: str) -> list[dict[str, Any]]:
@@ -471,6 +481,35 @@ class EngineClient:
             self.check_available()
             raise ApiError(503, "the engine was restarted. Try again.")
         return results
+
+    async def _change_state(
+        self,
+        after: EngineState,
+        command: str,
+        arguments: dict[str, Any],
+        timeout_s: float | None,
+    ) -> list[dict[str, Any]]:
+        """Change the state of all replicas. If it fails on one, the others get the previous state
+        again.
+
+        Raises:
+            ApiError: see `call_replicas`.
+        """
+        before, self._state = self._state, after  # at once: a replica can register in between
+        processes = {each: self._identities[each] for each in self.router.replicas}
+        answers: dict[int, dict[str, Any] | None] = {}
+        try:
+            answers = await self._call(processes, command, arguments, timeout_s=timeout_s)
+            return self._check_answers(answers.values())
+        except BaseException:  # also if the client disconnects
+            self._state = before
+            failed = {
+                processes[each] for each, result in answers.items() if "error" in (result or {})
+            }
+            for replica in self.router.replicas:
+                if self._identities[replica] not in failed:
+                    self._send_state(replica, after)
+            raise
 
     async def _change_adapter(
         self, command: str, arguments: dict[str, Any], timeout_s: float | None
@@ -540,11 +579,28 @@ class EngineClient:
         """Send the commands that give a restarted replica the state of the others."""
         for name, path in self._adapter_paths.items():
             self._send_adapter(replica, name, path)
-        suspension = self._state.suspension
-        if suspension is not None:
-            self._start_call(replica, "suspend", asdict(suspension))
-        elif self._state.is_paused:
-            self._start_call(replica, "pause", {})
+        self._send_state(replica, EngineState())
+
+    def _send_state(self, replica: int, present: EngineState) -> None:
+        """Send the commands that give a replica the state of the others; `present`: its own. If one
+        fails, it gets no new requests."""
+        process = self._identities[replica]
+
+        def check(result: "asyncio.Future[dict[str, Any] | None]") -> None:
+            answer = None if result.cancelled() else result.result()
+            if "error" in (answer or {}) and self._identities.get(replica) == process:
+                _logger.error(
+                    "replica %d is not %s as the others, and gets no new requests until it is "
+                    "restarted: %s",
+                    replica,
+                    self._state.name,
+                    answer,
+                )
+                self.router.drain(replica)
+
+        for command, arguments in list_state_commands(present, self._state):
+            number = self._start_call(replica, command, arguments)
+            self._calls[number].result.add_done_callback(check)
 
     async def drain(self, *, timeout_s: float) -> None:
         """Wait until all requests are finished. The caller rejects new ones.
@@ -782,6 +838,22 @@ def change_state(state: EngineState, command: str, arguments: Mapping[str, Any])
     except InvalidStateError as error:
         raise ApiError(409, str(error)) from error
     return state
+
+
+def list_state_commands(
+    present: EngineState, state: EngineState
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the commands, with arguments, that bring a replica from its present state to
+    another."""
+    commands: list[tuple[str, dict[str, Any]]] = []
+    if present.suspension not in (None, state.suspension):
+        commands.append(("wake_up", {}))
+    if state.suspension not in (None, present.suspension):
+        assert state.suspension is not None
+        commands.append(("suspend", asdict(state.suspension)))
+    elif state.is_paused != present.is_paused:
+        commands.append(("pause" if state.is_paused else "resume", {}))
+    return commands
 
 
 def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:

@@ -76,7 +76,8 @@ class EngineSupervisor:
         requests, and ends when those that it has are finished.
 
         Raises:
-            ApiError: 409, it is not ready; 500, the new process cannot load the model.
+            ApiError: 409, it is not ready, or has requests that do not finish because the server is
+                paused; 500, the new process cannot load the model.
         """
         client, process = self.client, self._processes[replica]
         state = client.router.replicas.get(replica)
@@ -84,6 +85,7 @@ class EngineSupervisor:
             raise ApiError(
                 409, f"replica={replica} is not ready: it is being restarted.", "replica"
             )
+        check_requests_can_finish(client, replica)
         client.router.drain(replica)
         try:
             await client.wait_for(
@@ -183,6 +185,23 @@ class EngineSupervisor:
                     self._processes[replica].kill()
             self.client.send_heartbeats()
             self.client.expire_waiting()
+
+
+def check_requests_can_finish(client: EngineClient, replica: int) -> None:
+    """Check that the requests of a replica, if it has any, can finish.
+
+    Raises:
+        ApiError: 409, the server is paused or suspended.
+    """
+    num_sequences = client.router.replicas[replica].num_sequences
+    if client.state.is_paused and num_sequences:
+        commands = "/resume" if client.state.suspension is None else "/wake_up, and then /resume,"
+        raise ApiError(
+            409,
+            f"replica={replica} has {num_sequences} sequences, which do not finish while the "
+            f"server is {client.state.name}. POST {commands} first.",
+            "replica",
+        )
 
 
 async def _end_process(process: asyncio.subprocess.Process) -> None:
