@@ -112,15 +112,16 @@ def run_rank(
 
 
 def abort_in_flight(engine: InferenceEngine) -> None:
-    """Abort requests while steps of theirs are in flight, after different numbers of steps."""
-    numbers = [engine.add_request(*ALONE[0]) for _ in range(6)]
-    for number in numbers:
-        for _ in range(3):
+    """Abort requests while a step of theirs is in flight, after different numbers of steps."""
+    for num_steps in (4, 5):
+        numbers = [engine.add_request(*ALONE[0]) for _ in range(6)]
+        for _ in range(num_steps):
             engine.step()
-        engine.abort(number)
-    assert engine._in_flight, "no step is in flight"
-    while engine.has_unfinished:
-        engine.step()
+        assert engine._in_flight, "no step is in flight"
+        for number in numbers:
+            engine.abort(number)
+        while engine.has_unfinished:
+            engine.step()
 
 
 def check_no_drafts_are_kept(engine: InferenceEngine) -> None:
