@@ -44,7 +44,7 @@ from megalith.config.tree import to_dict
 from megalith.infer.llm import LLM
 from megalith.infer.outputs import RequestOutput
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.serve.client import PromptRequest
+from megalith.serve.generation import PromptRequest
 from megalith.serve.supervisor import open_engine
 
 STREAMS_OFFLINE, STREAMS_TTFT, STREAMS_PEER = 64, 8, 16

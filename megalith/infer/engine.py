@@ -277,7 +277,7 @@ class InferenceEngine:
         Collective over the ranks that share the model, and over those of a training mesh. The new
         weights are checked first. If they cannot be read any more after that, the old ones are read
         again from their files; if that fails too, all requests fail until the next update. A
-        suspended engine gets its weights back on the device before that.
+        suspended engine gets its weights back on the device; `suspend` releases them again.
 
         Raises:
             CheckpointError: on every rank: the new weights cannot be used.
@@ -346,7 +346,7 @@ class InferenceEngine:
 
     def suspend(self, *, kv_cache: KVCacheMode = "offload", offload_weights: bool = False) -> None:
         """Release device memory until `wake_up`. Collective over the ranks that share the model,
-        and over those that share experts. Without effect if the engine is suspended in this way.
+        and over those that share experts. Without effect if it is repeated.
 
         The KV cache stays (`persist`), is copied to host memory (`offload`), or is dropped, and
         requests in flight are prefilled again (`recompute`); `offload_weights`: the weights of the
@@ -355,32 +355,37 @@ class InferenceEngine:
 
         Raises:
             ConfigError: there is no such mode.
-            EngineMemoryError: the host memory does not suffice; the engine is not suspended.
-            InvalidStateError: the engine is suspended in another way.
+            EngineMemoryError: the host memory does not suffice, or memory cannot be released. The
+                engine is not suspended, and its KV cache is complete.
+            InvalidStateError: the engine is suspended with other options.
         """
         suspension = Suspension(kv_cache, offload_weights)
         self._memory.check_suspend(suspension)
-        if self.is_suspended:
+        if self._memory.suspension == suspension:
             return
         self._finish_steps()
-        if kv_cache == "recompute":
+        self._memory.release(suspension, on_copied=partial(self._drop_state, suspension))
+
+    def _drop_state(self, suspension: Suspension) -> None:
+        """Drop what does not outlast a suspension."""
+        if suspension.kv_cache == "recompute":
             self._recompute_requests()
             self.scheduler.reset_prefix_cache()
             for number in self._choices:
                 self.runner.cache.drop_states(number)
                 if self._speculator is not None and self._speculator.proposer is not None:
                     self._speculator.proposer.release(number)
-        self.runner.reset_graphs()
-        self._memory.release(suspension)
+        if suspension.releases_memory:
+            self.runner.reset_graphs()
 
     def wake_up(self) -> None:
-        """Restore the device memory after `suspend`. Collective as `suspend`. Without effect if the
-        engine is not suspended.
+        """Restore the device memory and the graphs after `suspend`. Collective as `suspend`.
+        Without effect if the engine is not suspended.
 
         Raises:
             EngineMemoryError: the device memory does not suffice; the engine is still suspended.
         """
-        self._memory.restore()
+        self._memory.restore(capture_graphs=self.runner.capture_graphs)
 
     @property
     def is_suspended(self) -> bool:
@@ -776,7 +781,13 @@ class InferenceEngine:
             if choice.state.seq_id in self._choices:
                 outputs += self._end_request(choice.request, "length")
         if isinstance(self._speculator, PipelineSpeculator):
-            self._speculator.receive(results.drafts)
+            self._speculator.receive(
+                {
+                    number: drafts
+                    for number, drafts in results.drafts.items()
+                    if number in self._choices
+                }
+            )
         drafted: list[tuple[DraftedRow, list[SampledToken]]] = []
         for row, sampled in zip(step.drafted, results.sampled, strict=True):
             if row.choice.request.output.request_id in self._requests and self._fork(row.choice):

@@ -204,9 +204,9 @@ class ModelRunner:
             self.recorded.reset()
 
     def capture_graphs(self) -> None:
-        """Capture the steps that are replayed, if there are any. Collective over the ranks of the
-        model."""
-        if self.graphs is not None:
+        """Capture the steps that are replayed, if there are any that are not captured. Collective
+        over the ranks of the model."""
+        if self.graphs is not None and not self.graphs.is_captured:
             with self._use_small_batch_matmul():
                 self.graphs.capture()
 

@@ -6,7 +6,7 @@ valid. Their addresses change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 
 class EngineMemoryError(UserError):
-    """The memory does not suffice to suspend an engine, or to wake it up."""
+    """The memory does not suffice to suspend an engine, or to wake it up, or cannot be released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,17 @@ class ReleasedStorage:
     and back."""
 
     def __init__(self, storage: torch.UntypedStorage, spans: Sequence[Span]) -> None:
-        """Copy the bytes of `spans` to host memory; `wait_for_copies` before the release."""
+        """Copy the bytes of `spans` to host memory; `wait_for_copies` before the release.
+
+        Raises:
+            EngineMemoryError: the memory of the storage cannot be released.
+        """
+        if not storage.resizable():
+            raise EngineMemoryError(
+                f"suspend: a storage of {storage.nbytes()} bytes on {storage.device} cannot be "
+                "released, because it is a mapped file or belongs to another library. Clone its "
+                "tensors, or use offload_weights=false if it has weights."
+            )
         self.storage, self._spans, self._num_bytes = storage, spans, storage.nbytes()
         self._host = torch.empty(
             sum(end - start for start, end in spans),
@@ -101,7 +111,7 @@ class EngineMemory:
 
         Raises:
             ConfigError: there is no such mode.
-            InvalidStateError: the engine is suspended in another way.
+            InvalidStateError: the engine is suspended with other options.
         """
         self._state.suspend(suspension)
 
@@ -127,18 +137,22 @@ class EngineMemory:
             )
 
     @torch.inference_mode()
-    def release(self, suspension: Suspension) -> None:
+    def release(self, suspension: Suspension, *, on_copied: Callable[[], None]) -> None:
         """Copy to host memory what is needed later, and release the device memory. Collective.
 
+        `on_copied`: called before the release, when it cannot fail any more.
+
         Raises:
-            EngineMemoryError: on every rank: the host memory does not suffice. Nothing is released.
+            EngineMemoryError: on every rank: the host memory does not suffice, or memory cannot be
+                released. Nothing is released.
         """
+        is_first = self.suspension is None
         blocks: list[ReleasedStorage] = []
         weights: list[ReleasedStorage] = []
 
         def copy() -> None:
             memory = [source() for source in self._sources]
-            if suspension.kv_cache != "persist":
+            if is_first and suspension.kv_cache != "persist":
                 saves = suspension.kv_cache == "offload"
                 for each in memory:
                     blocks.extend(_copy_blocks(each, saves=saves))
@@ -147,15 +161,17 @@ class EngineMemory:
 
         self._run_on_all_ranks("suspend", "host", copy)
         wait_for_copies([*blocks, *weights])
-        for released in (*blocks, *weights):
-            released.release()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()  # for other processes
-        self._released_blocks, self._released_weights = blocks, weights
+        on_copied()
+        _release([*blocks, *weights])
+        self._released_blocks += blocks
+        self._released_weights += weights
         self._state = self._state.suspend(suspension)
 
-    def restore(self) -> None:
-        """Restore everything that is released. Collective. Without effect if nothing is.
+    def restore(self, *, capture_graphs: Callable[[], None]) -> None:
+        """Restore everything that is released. Collective. Without effect if the engine is not
+        suspended.
+
+        `capture_graphs`: called when everything is restored; it may allocate memory.
 
         Raises:
             EngineMemoryError: on every rank: the device memory does not suffice. Nothing is
@@ -163,13 +179,13 @@ class EngineMemory:
         """
         if self.suspension is None:
             return
-        self._restore([*self._released_weights, *self._released_blocks])
+        self._restore([*self._released_weights, *self._released_blocks], capture_graphs)
         self._released_weights, self._released_blocks = [], []
         self._state = self._state.wake_up()
 
     def restore_weights(self) -> None:
         """Restore the weights only, before they are updated. Collective. Without effect if they are
-        not released.
+        not released. A later suspension releases them again.
 
         Raises:
             EngineMemoryError: as of `restore`.
@@ -177,22 +193,29 @@ class EngineMemory:
         if self.suspension is not None and self.suspension.offload_weights:
             self._restore(self._released_weights)
             self._released_weights = []
+            suspension = replace(self.suspension, offload_weights=False)
+            self._state = replace(self._state, suspension=suspension)
 
     @torch.inference_mode()
-    def _restore(self, released: Sequence[ReleasedStorage]) -> None:
+    def _restore(
+        self,
+        released: Sequence[ReleasedStorage],
+        capture_graphs: Callable[[], None] | None = None,
+    ) -> None:
         def allocate() -> None:
             for each in released:
                 each.allocate()
 
         try:
             self._run_on_all_ranks("wake_up", "device", allocate)
-        except BaseException:
             for each in released:
-                each.release()
+                each.copy_back()
+            wait_for_copies(released)
+            if capture_graphs is not None:
+                self._run_on_all_ranks("wake_up", "device", capture_graphs)
+        except BaseException:
+            _release(released)
             raise
-        for each in released:
-            each.copy_back()
-        wait_for_copies(released)
 
     def _run_on_all_ranks(self, command: str, memory: str, work: Callable[[], None]) -> None:
         """Run work that allocates memory on all ranks.
@@ -237,6 +260,13 @@ def wait_for_copies(storages: Iterable[ReleasedStorage]) -> None:
     for device in {each.storage.device for each in storages}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+
+
+def _release(storages: Iterable[ReleasedStorage]) -> None:
+    for each in storages:
+        each.release()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()  # for other processes
 
 
 def _copy_tensors(tensors: Iterable[Tensor]) -> Iterator[ReleasedStorage]:

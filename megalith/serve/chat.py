@@ -25,8 +25,8 @@ from megalith.serve.choices import (
     respond,
     run_if_large,
 )
-from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import invalid
+from megalith.serve.generation import Generation, PromptRequest
 from megalith.serve.limits import MAX_TEMPLATE_VARIABLES_BYTES
 from megalith.serve.model_info import RenderedPrompt, ServedModel
 from megalith.serve.sampling_fields import (

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import name_structured_output
+from megalith.serve.generation import Generation, PromptRequest
 from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sse import PING_SECONDS
 from megalith.serve.state import RequestContext, ServerState

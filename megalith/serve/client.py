@@ -14,17 +14,20 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megalith.config.generation import SamplingParams
-from megalith.config.serve import Pooling
-from megalith.infer.stopping_criteria import FinishReason
 from megalith.plan.keys import key
 from megalith.plan.serving.engine_state import EngineState, InvalidStateError, Suspension
 from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.request_routing import RequestRouter, compute_block_keys
 from megalith.serve.errors import ApiError
+from megalith.serve.generation import (
+    Generation,
+    InFlightRequest,
+    PromptRequest,
+    SentProgress,
+)
 from megalith.serve.model_info import ModelInfo
 from megalith.serve.protocol import (
     AbortRequest,
@@ -59,128 +62,6 @@ POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRequest:
-    """One prompt of a generation."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    pooling: Pooling | None = None
-    """Return an embedding instead of tokens."""
-
-    adapter: str | None = None
-    """Name of a LoRA adapter; None: the base model."""
-
-
-@dataclass(slots=True)
-class Generation:
-    """Outputs of the requests of one HTTP request: one for each prompt.
-
-    Outputs that are not read yet wait here, at most those of the requests; the engine never waits
-    for a reader.
-    """
-
-    num_unfinished: int
-    """Choices of all prompts that have not ended."""
-
-    prompts: list[PromptResult | None]
-    """By prompt, known before its first update."""
-
-    _updates: list[tuple[int, TokenUpdate]] = field(default_factory=list)
-    _error: ApiError | None = None
-    _event: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def next(self, *, timeout: float | None = None) -> list[tuple[int, TokenUpdate]]:
-        """Wait for updates and return all, as (prompt index, update); none after `timeout`
-        seconds.
-
-        Raises:
-            ApiError: a request failed.
-        """
-        try:
-            async with asyncio.timeout(timeout):
-                await self._event.wait()
-        except TimeoutError:
-            return []
-        self._event.clear()
-        if self._error is not None:
-            raise self._error
-        updates, self._updates = self._updates, []
-        for _, update in updates:
-            self.num_unfinished -= update.finish_reason is not None
-            if update.finish_reason == "error":
-                raise ApiError(_error_status(update), update.error or "the request failed")
-        return updates
-
-    def put(self, prompt: int, update: TokenUpdate) -> None:
-        """Add an update of a prompt."""
-        self._updates.append((prompt, update))
-        self._event.set()
-
-    def fail(self, error: ApiError) -> None:
-        """End with an error."""
-        self._error = error
-        self._event.set()
-
-
-def _error_status(update: TokenUpdate) -> int:
-    """Return the HTTP status of a failed request."""
-    if update.is_timeout:
-        return 408
-    return 400 if update.is_request_error else 500
-
-
-@dataclass(slots=True)
-class _ChoiceProgress:
-    """What was received of a choice."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(slots=True)
-class _InFlightRequest:
-    """A request that the engine has not finished."""
-
-    generation: Generation
-    uid: str
-    """X-Request-Id of its HTTP request."""
-
-    prompt: int
-    message: AddRequest
-    block_keys: list[int]
-    choices: list[_ChoiceProgress]
-    adapter_fingerprint: bytes | None
-    """SHA-256 of the weights of its adapter when it was sent."""
-
-    num_attempts: int = 0
-    """Replicas to which it was sent."""
-
-    is_aborted: bool = False
-    expiry: asyncio.TimerHandle | None = None
-    """Ends it at its deadline, if its replica is not the first of a group."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of choices that have not ended."""
-        return sum(choice.finish_reason is None for choice in self.choices)
-
-    def make_message(self) -> AddRequest:
-        """Return the message to a replica, which continues after the tokens that were received."""
-        if not self.num_attempts:
-            return self.message
-        params = dict(self.message.params)
-        if self.generation.prompts[self.prompt] is not None:
-            params.pop("prompt_logprobs", None)  # received
-        progress = [[choice.token_ids, choice.finish_reason] for choice in self.choices]
-        fingerprint = None
-        if any(choice.token_ids for choice in self.choices):  # else no weights were used
-            fingerprint = self.adapter_fingerprint
-        return replace(
-            self.message, params=params, progress=progress, adapter_fingerprint=fingerprint
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """A command that a replica executes."""
 
@@ -205,7 +86,7 @@ class EngineClient:
         self._identities: dict[int, bytes] = {}
         """Of the present processes of each replica."""
         self._num_processes = 0
-        self._requests: dict[int, _InFlightRequest] = {}
+        self._requests: dict[int, InFlightRequest] = {}
         self._calls: dict[int, _Call] = {}
         self._num_requests = self._num_calls = 0
         self._block_calls: dict[int, int] = {}
@@ -219,6 +100,7 @@ class EngineClient:
         that was unloaded."""
         self._adapter_lock = asyncio.Lock()
         self._state = EngineState()
+        """That all replicas have, or get."""
         self._changed = asyncio.Event()
         """Set, and replaced, when a request ends, or a replica is ready or fails."""
         self.num_sequences = self.num_prompt_tokens = 0
@@ -266,14 +148,13 @@ class EngineClient:
             name = uid if len(requests) == 1 else f"{uid}-{index}"
             message = self._make_message(request, name, arrival_time)
             numbers.append(message.request_id)
-            self._requests[message.request_id] = _InFlightRequest(
+            self._requests[message.request_id] = InFlightRequest(
                 generation,
                 uid,
                 index,
                 message,
                 self._compute_block_keys(request),
-                [_ChoiceProgress() for _ in range(request.params.n)],
-                self._fingerprints.get(request.adapter or ""),
+                [SentProgress() for _ in range(request.params.n)],
             )
             self.num_sequences += request.params.n
             self.num_prompt_tokens += len(request.token_ids)
@@ -340,6 +221,8 @@ class EngineClient:
         replica = self.router.choose_replica(request.block_keys)
         if replica is None:
             return
+        if not request.has_tokens:
+            request.adapter_fingerprint = self._fingerprints.get(request.message.adapter or "")
         message = request.make_message()
         request.num_attempts += 1
         self.router.assign(
@@ -387,6 +270,11 @@ class EngineClient:
 
     # --- commands
 
+    @property
+    def state(self) -> EngineState:
+        """Return the state of the replicas."""
+        return self._state
+
     async def call(
         self,
         command: str,
@@ -420,13 +308,11 @@ class EngineClient:
         if command in ("load_adapter", "unload_adapter"):
             async with self._adapter_lock:
                 return await self._change_adapter(command, arguments, timeout_s)
-        before = self._state
-        # before it is sent: a replica can register in between
-        self._state = change_state(before, command, arguments)
+        after = change_state(self._state, command, arguments)
+        if after != self._state:
+            return await self._change_state(after, command, arguments, timeout_s)
         replicas = self._list_first_replicas()
         answers = await self._call(replicas, command, arguments, timeout_s=timeout_s)
-        if any(answer is not None and "error" in answer for answer in answers.values()):
-            self._state = before
         return self._check_answers(answers.values())
 
     async def poll_replicas(self, command: str) -> list[dict[str, Any]]:
@@ -490,6 +376,35 @@ class EngineClient:
             self.check_available()
             raise ApiError(503, "the engine was restarted. Try again.")
         return results
+
+    async def _change_state(
+        self,
+        after: EngineState,
+        command: str,
+        arguments: dict[str, Any],
+        timeout_s: float | None,
+    ) -> list[dict[str, Any]]:
+        """Change the state of all replicas. If it fails on one, the others get the previous state
+        again.
+
+        Raises:
+            ApiError: see `call_replicas`.
+        """
+        before, self._state = self._state, after  # at once: a replica can register in between
+        processes = {each: self._identities[each] for each in self._list_first_replicas()}
+        answers: dict[int, dict[str, Any] | None] = {}
+        try:
+            answers = await self._call(processes, command, arguments, timeout_s=timeout_s)
+            return self._check_answers(answers.values())
+        except BaseException:  # also if the client disconnects
+            self._state = before
+            failed = {
+                processes[each] for each, result in answers.items() if "error" in (result or {})
+            }
+            for replica in self._list_first_replicas():
+                if self._identities[replica] not in failed:
+                    self._send_state(replica, after)
+            raise
 
     async def _change_adapter(
         self, command: str, arguments: dict[str, Any], timeout_s: float | None
@@ -560,11 +475,29 @@ class EngineClient:
         """Send the commands that give a restarted replica the state of the others."""
         for name, path in self._adapter_paths.items():
             self._send_adapter(replica, name, path)
-        suspension = self._state.suspension
-        if suspension is not None:
-            self._start_call(replica, "suspend", asdict(suspension))
-        elif self._state.is_paused:
-            self._start_call(replica, "pause", {})
+        self._send_state(replica, EngineState())
+
+    def _send_state(self, replica: int, present: EngineState) -> None:
+        """Send the commands that give a replica the state of the others; `present`: its own. If one
+        fails, it gets no new requests."""
+        process = self._identities[replica]
+
+        def check(result: "asyncio.Future[dict[str, Any] | None]") -> None:
+            answer = None if result.cancelled() else result.result()
+            if "error" in (answer or {}) and self._identities.get(replica) == process:
+                _logger.error(
+                    "replica %d is not %s as the others, and gets no new requests until it is "
+                    "restarted: %s",
+                    replica,
+                    self._state.name,
+                    answer,
+                )
+                for each in self.find_group(replica):
+                    self.router.drain(each)
+
+        for command, arguments in list_state_commands(present, self._state):
+            number = self._start_call(replica, command, arguments)
+            self._calls[number].result.add_done_callback(check)
 
     async def drain(self, *, timeout_s: float) -> None:
         """Wait until all requests are finished. The caller rejects new ones.
@@ -831,6 +764,22 @@ def change_state(state: EngineState, command: str, arguments: Mapping[str, Any])
     except InvalidStateError as error:
         raise ApiError(409, str(error)) from error
     return state
+
+
+def list_state_commands(
+    present: EngineState, state: EngineState
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the commands, with arguments, that bring a replica from its present state to
+    another."""
+    commands: list[tuple[str, dict[str, Any]]] = []
+    if present.suspension not in (None, state.suspension):
+        commands.append(("wake_up", {}))
+    if state.suspension not in (None, present.suspension):
+        assert state.suspension is not None
+        commands.append(("suspend", asdict(state.suspension)))
+    elif state.is_paused != present.is_paused:
+        commands.append(("pause" if state.is_paused else "resume", {}))
+    return commands
 
 
 def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:

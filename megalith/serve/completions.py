@@ -21,8 +21,8 @@ from megalith.serve.choices import (
     respond,
     run_if_large,
 )
-from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.errors import ApiError, invalid
+from megalith.serve.generation import Generation, PromptRequest
 from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import Logprobs
 from megalith.serve.sampling_fields import (

@@ -10,9 +10,9 @@ from typing import Any
 
 from megalith.config.generation import SamplingParams
 from megalith.serve.choices import collect_choices
-from megalith.serve.client import PromptRequest
 from megalith.serve.completions import EncodedPrompt, encode_prompts
 from megalith.serve.errors import ApiError, invalid
+from megalith.serve.generation import PromptRequest
 from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import PromptResult
 from megalith.serve.sampling_fields import count_unknown, fit_context, read_int, read_params

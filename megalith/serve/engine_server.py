@@ -181,7 +181,7 @@ class EngineServer:
 
     @property
     def _can_step(self) -> bool:
-        return self.engine.has_unfinished and not self._state.is_paused
+        return self.engine.can_step and not self._state.is_paused
 
     def _receive(self) -> None:
         """Process all messages; wait for one if the engine is idle or paused."""
@@ -364,6 +364,10 @@ class EngineServer:
         self._send_outputs(outputs, is_timeout=True)
 
     def _add(self, message: AddRequest) -> None:
+        if self.engine.is_suspended and self._state.suspension is None:
+            text = "the server is shutting down, and its engine could not wake up"
+            self.send(RequestRejected(message.request_id, 503, text))
+            return
         try:
             params = SamplingParams.from_dict(message.params)
             number = self.engine.add_request(

@@ -5,9 +5,9 @@ from typing import Any
 
 from megalith.config.generation import SamplingParams, sampling_problems
 from megalith.serve.choices import ChoiceDelta, collect_choices
-from megalith.serve.client import Generation, PromptRequest
 from megalith.serve.completions import encode_text
 from megalith.serve.errors import ApiError, invalid, invalid_field
+from megalith.serve.generation import Generation, PromptRequest
 from megalith.serve.model_info import ServedModel
 from megalith.serve.protocol import Logprobs
 from megalith.serve.sampling_fields import fit_context, read_bool, read_int

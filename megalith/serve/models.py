@@ -118,7 +118,7 @@ async def suspend(state: ServerState, context: RequestContext) -> dict[str, Any]
 
     Raises:
         ApiError: 404, the control endpoints are off; 400, the fields are invalid; 409, the server
-            is suspended in another way; 503, it is shutting down, or the host memory does not
+            is suspended with other options; 503, it is shutting down, or the host memory does not
             suffice.
     """
     _check_admin(state, context)

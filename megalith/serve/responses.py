@@ -17,8 +17,8 @@ from megalith.serve.choices import (
     respond,
     run_if_large,
 )
-from megalith.serve.client import Generation
 from megalith.serve.errors import ApiError, invalid, rename_fields
+from megalith.serve.generation import Generation
 from megalith.serve.response_input import (
     ENDPOINT,
     convert_format,

@@ -74,7 +74,8 @@ class EngineSupervisor:
         finished.
 
         Raises:
-            ApiError: 409, it is not ready; 500, the new process cannot load the model.
+            ApiError: 409, it is not ready, or has requests that do not finish because the server is
+                paused; 500, the new process cannot load the model.
         """
         client, group = self.client, self.client.find_group(replica)
         first, process = group.start, self._processes[group.start]
@@ -82,6 +83,7 @@ class EngineSupervisor:
             raise ApiError(
                 409, f"replica={replica} is not ready: it is being restarted.", "replica"
             )
+        check_requests_can_finish(client, replica)
         states = [client.router.replicas[each] for each in group]
         for each in group:
             client.router.drain(each)
@@ -191,6 +193,24 @@ class EngineSupervisor:
                     process.kill()
             self.client.send_heartbeats()
             self.client.expire_waiting()
+
+
+def check_requests_can_finish(client: EngineClient, replica: int) -> None:
+    """Check that the requests of a replica, if it has any, can finish.
+
+    Raises:
+        ApiError: 409, the server is paused or suspended.
+    """
+    group = client.find_group(replica)
+    num_sequences = sum(client.router.replicas[each].num_sequences for each in group)
+    if client.state.is_paused and num_sequences:
+        commands = "/resume" if client.state.suspension is None else "/wake_up, and then /resume,"
+        raise ApiError(
+            409,
+            f"replica={replica} has {num_sequences} sequences, which do not finish while the "
+            f"server is {client.state.name}. POST {commands} first.",
+            "replica",
+        )
 
 
 async def _end_process(process: asyncio.subprocess.Process) -> None:

@@ -107,7 +107,23 @@ def run_rank(
     engine.scheduler.check()
     assert engine.scheduler.make_stats().num_used_blocks == 0
     check_no_drafts_are_kept(engine)
+    if parallel.pp > 1 and parallel.dp == 1:
+        abort_in_flight(engine)
+        check_no_drafts_are_kept(engine)
     return list(zip(own, outputs, strict=True)), drafts, alone
+
+
+def abort_in_flight(engine: InferenceEngine) -> None:
+    """Abort requests while a step of theirs is in flight, after different numbers of steps."""
+    for num_steps in (4, 5):
+        numbers = [engine.add_request(*ALONE[0]) for _ in range(6)]
+        for _ in range(num_steps):
+            engine.step()
+        assert engine._in_flight, "no step is in flight"
+        for number in numbers:
+            engine.abort(number)
+        while engine.has_unfinished:
+            engine.step()
 
 
 def check_no_drafts_are_kept(engine: InferenceEngine) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
 from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, MTPConfig
-from megalith.config.serve import CacheConfig, EngineConfig, InferenceParallelConfig
-from megalith.errors import ConfigError
+from megalith.config.serve import CacheConfig, EngineConfig, GraphConfig, InferenceParallelConfig
+from megalith.errors import CheckpointError, ConfigError
 from megalith.infer.engine import InferenceEngine
+from megalith.infer.graphs import StepGraphs
 from megalith.infer.layout import generation_layout
 from megalith.infer.llm import LLM, AsyncLLM
 from megalith.infer.load import connect_stages
@@ -31,6 +32,7 @@ from megalith.plan.serving.engine_state import InvalidStateError, KVCacheMode
 from megalith.testing.ranks import run_ranks, world_group
 from tests.infer.engines import SAMPLED, build, check_logprobs, count_accepted, run
 from tests.infer.lora_folders import save_adapter
+from tests.infer.test_kv_offload import REQUESTS, SPACED, build_small
 from tests.infer.test_load import save
 from tests.infer.test_pipeline import make_requests
 from tests.infer.test_refit import PROMPTS, finish, start, weights_of
@@ -334,6 +336,17 @@ def test_requests_are_added_and_ended_while_suspended(
     assert len(outputs[1].outputs[0].token_ids) == 3
 
 
+def build_static(tiny: SimpleNamespace, **settings: Any) -> InferenceEngine:
+    """An engine whose steps are replayed."""
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    return build(model, graphs=GraphConfig(mode="static_replay"), **settings)
+
+
+def graphs_of(engine: InferenceEngine) -> StepGraphs:
+    assert engine.runner.graphs is not None
+    return engine.runner.graphs
+
+
 def fail_to_allocate(self: ReleasedStorage) -> None:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
 
@@ -358,16 +371,22 @@ def test_engine_that_cannot_be_restored_stays_suspended(
     ]
 
 
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_engine_that_cannot_be_suspended_continues(
-    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+    mode: KVCacheMode, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = build_static(tiny)
     expected = run(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
     outputs = start(engine, 3)
+    stored = engine.scheduler.cache.allocator.list_stored()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: fail_to_allocate(None))  # type: ignore[arg-type]
         with pytest.raises(EngineMemoryError, match="suspend: the host memory does not suffice"):
-            engine.suspend(offload_weights=True)
+            engine.suspend(kv_cache=mode, offload_weights=True)
     assert not engine.is_suspended and count_bytes(list_pools(engine)) > 0
+    assert engine.scheduler.cache.allocator.list_stored() == stored
+    assert graphs_of(engine).is_captured
+    assert engine.scheduler.make_stats().num_preemptions == 0
     finish(engine)
     assert [one.outputs[0].token_ids for one in outputs] == [
         one.outputs[0].token_ids for one in expected
@@ -387,7 +406,108 @@ def test_other_errors_are_not_reported_as_missing_memory(
         engine.wake_up()
 
 
+def test_graphs_are_captured_when_the_engine_wakes_up(
+    tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_static(tiny)
+    expected = run(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
+    outputs, graphs = start(engine, 3), graphs_of(engine)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    replays = dict(graphs._replays)
+    engine.suspend(kv_cache="persist")  # no address changes
+    assert graphs._replays == replays
+    engine.suspend(kv_cache="persist", offload_weights=True)
+    assert not graphs.is_captured
+    with monkeypatch.context() as patch, pytest.raises(EngineMemoryError, match="wake_up: the dev"):
+        patch.setattr(graphs, "_capture", fail)
+        engine.wake_up()
+    assert engine.is_suspended and not graphs.is_captured
+    assert count_bytes(list(engine.runner.model.parameters())) == 0
+    engine.wake_up()
+    assert graphs._replays.keys() == replays.keys()
+    finish(engine)
+    for output, other in zip(outputs, expected, strict=True):
+        check_same(output, other, 1e-9)
+
+
+def test_memory_that_cannot_be_released_is_found_before_the_release(
+    engine: InferenceEngine,
+) -> None:
+    *_, last = engine.runner.model.parameters()
+    last.data = torch.from_numpy(last.detach().numpy().copy())
+    outputs = start(engine, 3)
+    message = "suspend: a storage of .* cannot be released, because .* or use offload_weights=false"
+    with pytest.raises(EngineMemoryError, match=message):
+        engine.suspend(offload_weights=True)
+    assert not engine.is_suspended
+    assert all(one.untyped_storage().nbytes() for one in engine.runner.model.parameters())
+    finish(engine)
+    assert all(output.finished for output in outputs)
+
+
+# --- other features
+
+
+def count_feature(engine: InferenceEngine, name: str) -> int:
+    """How often a feature acted."""
+    if name == "graphs":
+        return graphs_of(engine).num_replays.total()
+    if name == "recorded":
+        assert engine.runner.recorded is not None
+        return engine.runner.recorded.num_replays
+    return engine.scheduler.make_stats().num_loaded_blocks
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("name", ["graphs", "recorded", "host blocks"])
+def test_suspended_engine_continues_with_other_features(
+    name: str, mode: KVCacheMode, tiny: SimpleNamespace
+) -> None:
+    graphs: Any = "static_replay" if name == "graphs" else "recorded"
+    settings: dict[str, Any] = {"graphs": GraphConfig(mode=graphs)}
+
+    def make() -> InferenceEngine:
+        num_host_blocks = 400 if name == "host blocks" else 0
+        model = tiny.model(tiny.config(), dtype=torch.float64)
+        return build_small(model, num_host_blocks=num_host_blocks, **settings)
+
+    expected = run(make(), REQUESTS, SPACED)
+    engine = make()
+    outputs = run_suspended(engine, REQUESTS, SPACED, mode)  # suspended before step 14
+    for output, other in zip(outputs, expected, strict=True):
+        check_same(output, other, 1e-9)
+    num_before = count_feature(engine, name)
+    assert num_before > 0
+    suspend_and_wake_up(engine, mode)
+    run(engine, REQUESTS[:3])
+    if mode == "recompute" and name == "host blocks":  # nothing is kept
+        assert count_feature(engine, name) == num_before
+    else:
+        assert count_feature(engine, name) > num_before
+
+
 # --- weight updates
+
+
+def test_suspension_after_a_failed_update_releases_the_weights_again(
+    engine: InferenceEngine,
+) -> None:
+    expected = run(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
+    outputs, weights = start(engine, 3), list(engine.runner.model.parameters())
+    for _ in range(2):
+        engine.suspend(offload_weights=True)
+        assert count_bytes(weights) == count_bytes(list_pools(engine)) == 0
+        with pytest.raises(CheckpointError):
+            engine.update_weights({}, mode="keep")
+        assert count_bytes(weights) > 0 and engine.is_suspended
+    engine.suspend(offload_weights=True)
+    engine.wake_up()
+    finish(engine)
+    for output, other in zip(outputs, expected, strict=True):
+        check_same(output, other, 1e-9)
 
 
 @pytest.mark.parametrize("offload_weights", [False, True])

@@ -26,6 +26,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.infer import engine
 from megalith.infer.llm import LLM
 from megalith.infer.suspend import ReleasedStorage
+from megalith.plan.serving.engine_state import EngineState
 from megalith.plan.serving.request_routing import compute_block_keys
 from megalith.serve import metrics as serving_metrics
 from megalith.serve import transport
@@ -34,10 +35,10 @@ from megalith.serve.app import ENDPOINTS, EventStream
 from megalith.serve.batch import read_batch
 from megalith.serve.benchmark import BenchmarkWorkload, RequestTimes, summarize
 from megalith.serve.choices import iterate_deltas, run_if_large
-from megalith.serve.client import Generation
 from megalith.serve.engine_process import count_prompt_characters
 from megalith.serve.engine_server import EngineServer
 from megalith.serve.errors import ApiError
+from megalith.serve.generation import Generation
 from megalith.serve.metrics import AccessLog, EngineMetrics, HttpMetrics
 from megalith.serve.model_info import ModelInfo, build_served_model
 from megalith.serve.models import pause, reset_prefix_cache, resume
@@ -384,6 +385,21 @@ def test_drain_fails_requests_if_the_engine_cannot_wake_up(
         assert update.finish_reason == "error"
         assert "wake_up: the device memory does not suffice" in str(update.error)
         assert peer.receive() == Reply(5, {})
+        peer.send(replace(request(6), progress=[[[1], None]]))  # of a replica that ended
+        text = "the server is shutting down, and its engine could not wake up"
+        assert peer.receive() == RequestRejected(6, 503, text)
+
+
+def test_suspended_engine_waits_for_messages_also_if_it_is_not_paused(peer: Peer) -> None:
+    engine, server = peer.server.engine, peer.server
+    peer.send(EngineCall(1, "suspend", {"kv_cache": "offload", "offload_weights": False}))
+    assert peer.receive() == Reply(1, {})
+    peer.send(request(2))
+    assert peer.call(3, "stats")["num_waiting"] == 1
+    server._state = EngineState()  # as after a drain whose wake-up failed
+    assert engine.has_unfinished and not server._can_step and server._wait_s() is None
+    peer.call(4, "wake_up")
+    assert len(peer.read_request()[1]) == 3
 
 
 def test_abort_releases_blocks_before_the_next_step(peer: Peer) -> None:

@@ -1,5 +1,6 @@
 """Requests with an adapter that another replica continues."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -36,5 +37,29 @@ def test_adapter_of_a_continued_request_is_sent_with_the_hash_of_its_weights() -
             with pytest.raises(ApiError, match=text) as raised:
                 await read(generation)
             assert raised.value.status == 409
+
+    run_cluster(test)
+
+
+def test_hash_is_that_of_the_weights_that_generated_the_first_tokens() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, request = cluster.client, replace(prompt_request(), adapter="de")
+        for replica in (0, 1):
+            client.router.drain(replica)
+        async with client.generate([request], uid="a"):  # it waits
+            arguments = {"lora_name": "de", "lora_path": "new"}
+            call = asyncio.create_task(client.call("load_adapter", arguments))
+            for engine in cluster.engines.values():
+                await engine.answer({"fingerprint": b"second"})
+            await call
+            for replica in (0, 1):
+                client.router.drain(replica, is_draining=False)
+            client.dispatch_waiting()
+            number = (await cluster.engines[0].receive_request()).request_id
+            await cluster.engines[0].send_tokens(number, (0, 10, "a", None))
+            await wait_until(lambda: client._requests[number].has_tokens)
+            client.handle_replica_failure(0)
+            again = await cluster.engines[1].receive_request()
+            assert again.adapter_fingerprint == b"second"
 
     run_cluster(test)

@@ -6,7 +6,21 @@ from typing import Any
 import pytest
 
 from megalith.serve.errors import ApiError
-from tests.serve.test_replicas import Cluster, run_cluster
+from megalith.serve.supervisor import EngineSupervisor
+from tests.serve.test_replicas import Cluster, prompt_request, run_cluster, wait_until
+
+OFFLOAD = {"kv_cache": "offload", "offload_weights": False}
+FAILED = {"error": "no memory", "status": 503}
+
+
+async def call_all(cluster: Cluster, command: str, *answers: dict[str, Any]) -> None:
+    """Call a command, which the replicas answer."""
+    arguments = OFFLOAD if command == "suspend" else {}
+    call = asyncio.create_task(cluster.client.call(command, arguments))
+    for engine, answer in zip(cluster.engines.values(), answers or ({}, {}), strict=True):
+        message = await engine.answer(answer)
+        assert (message.command, message.arguments) == (command, arguments)
+    await call
 
 
 def test_replica_that_is_restarted_is_suspended_as_the_others() -> None:
@@ -46,5 +60,86 @@ def test_replica_that_is_restarted_is_suspended_as_the_others() -> None:
         await call("resume", {})
         await restart()
         await call("stats", {})
+
+    run_cluster(test)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "command", "undo"),
+    [
+        ([], "suspend", [("wake_up", {}), ("resume", {})]),
+        (["pause"], "suspend", [("wake_up", {})]),
+        (["suspend"], "wake_up", [("suspend", OFFLOAD)]),
+    ],
+)
+def test_command_that_one_replica_cannot_execute_is_undone_on_the_others(
+    earlier: list[str], command: str, undo: list[tuple[str, dict[str, Any]]]
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        for each in earlier:
+            await call_all(cluster, each)
+        before = cluster.client.state
+        with pytest.raises(ApiError, match="no memory"):
+            await call_all(cluster, command, {}, FAILED)
+        assert cluster.client.state == before
+        for expected in undo:
+            message = await cluster.engines[0].answer({})
+            assert (message.command, message.arguments) == expected
+        await call_all(cluster, "stats")  # the other replica gets nothing
+
+    run_cluster(test)
+
+
+def test_command_that_a_replica_does_not_answer_in_time_is_undone() -> None:
+    async def test(cluster: Cluster) -> None:
+        with pytest.raises(ApiError, match="does not answer within"):
+            await cluster.client.call("suspend", OFFLOAD, timeout_s=0.01)
+        for engine in cluster.engines.values():
+            commands = [(await engine.answer({})).command for _ in range(3)]
+            assert commands == ["suspend", "wake_up", "resume"]
+
+    run_cluster(test)
+
+
+def test_restarted_replica_that_cannot_be_suspended_gets_no_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        await call_all(cluster, "suspend")
+        client.handle_replica_failure(1)
+        engine = await cluster.start(1)
+        assert (await engine.answer(FAILED)).command == "suspend"
+        await wait_until(lambda: client.router.replicas[1].is_draining)
+        text = "replica 1 is not suspended as the others, and gets no new requests until it is rest"
+        assert text in caplog.text and "other adapters" not in caplog.text
+        for number in range(3):
+            async with client.generate([prompt_request()], uid=str(number)):
+                await cluster.engines[0].receive_request()
+            await cluster.engines[0].receive()  # it is aborted
+
+    run_cluster(test)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("pause", "1 sequences, which do not finish while the server is paused. POST /resume f"),
+        ("suspend", "while the server is suspended. POST /wake_up, and then /resume, first"),
+    ],
+)
+def test_replica_whose_requests_do_not_finish_is_not_restarted(command: str, text: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        process: Any = None
+        supervisor = EngineSupervisor(client, {}, _processes={0: process})
+        async with client.generate([prompt_request()], uid="a"):
+            await cluster.engines[0].receive_request()
+            await call_all(cluster, command)
+            with pytest.raises(ApiError, match=text) as raised:
+                async with asyncio.timeout(10):
+                    await supervisor.restart_replica(0)
+            assert raised.value.status == 409
+            assert not client.router.replicas[0].is_draining
 
     run_cluster(test)

@@ -14,8 +14,9 @@ import zmq.asyncio
 from megalith.config.generation import SamplingParams
 from megalith.config.server import ServeConfig
 from megalith.serve import batch
-from megalith.serve.client import EngineClient, Generation, PromptRequest
+from megalith.serve.client import EngineClient
 from megalith.serve.errors import ApiError
+from megalith.serve.generation import Generation, PromptRequest
 from megalith.serve.metrics import HttpMetrics, merge_metrics
 from megalith.serve.model_info import ModelInfo
 from megalith.serve.models import get_ready, render_metrics, restart_replica

@@ -22,8 +22,8 @@ from megalith.config.generation import SamplingParams
 from megalith.config.server import ServeConfig
 from megalith.infer.llm import LLM
 from megalith.serve.chat import EncodedConversation
-from megalith.serve.client import Generation
 from megalith.serve.errors import ApiError
+from megalith.serve.generation import Generation
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.protocol import TokenUpdate
 from megalith.serve.response_input import read_input

@@ -5,7 +5,8 @@
        +-----resume------+ +------wake_up------+
 
 A paused engine executes no steps. A suspended one is paused, and has released device memory.
-`suspend` also pauses a running engine. A command whose state is reached has no effect.
+`suspend` also pauses a running engine. A repeated command has no effect. A suspended engine whose
+weights are in device memory can also release them.
 """
 
 from dataclasses import dataclass, replace
@@ -32,6 +33,11 @@ class Suspension:
     kv_cache: KVCacheMode = "offload"
     offload_weights: bool = False
     """Whether the weights are in host memory."""
+
+    @property
+    def releases_memory(self) -> bool:
+        """Whether any device memory is released."""
+        return self.kv_cache != "persist" or self.offload_weights
 
     def __str__(self) -> str:
         return f"kv_cache={self.kv_cache}, offload_weights={str(self.offload_weights).lower()}"
@@ -86,12 +92,17 @@ class EngineState:
 
         Raises:
             ConfigError: there is no such mode.
-            InvalidStateError: the engine is suspended in another way.
+            InvalidStateError: the engine is suspended with other options, apart from weights that
+                are not released yet.
         """
         suspension.check()
-        if self.suspension not in (None, suspension):
+        current = self.suspension
+        if current is not None and suspension not in (
+            current,
+            replace(current, offload_weights=True),
+        ):
             raise InvalidStateError(
-                f"suspend with {suspension}: the engine is suspended with {self.suspension}. Call "
+                f"suspend with {suspension}: the engine is suspended with {current}. Call "
                 "wake_up first, then suspend."
             )
         return EngineState(is_paused=True, suspension=suspension)
