@@ -348,7 +348,7 @@ def reallocate_ids(engine: InferenceEngine) -> None:
     ("fault", "name"),
     [
         (reallocate_weight, "embed.weight"),
-        (reallocate_blocks, "KV cache slot 0 k"),
+        (reallocate_blocks, r"KV cache slot 0 k data \(.*\)"),
         (reallocate_rope, "rope 0"),
         (reallocate_ids, "ids"),
     ],
