@@ -127,8 +127,8 @@ SERVING_CASES: Mapping[str, ServingCase] = {
 }
 ORDER = (
     "1b-bf16",
-    "serve",
     "mixture",
+    "serve",
     "125m-bf16",
     "layouts",
     "29m-bf16",

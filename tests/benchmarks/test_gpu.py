@@ -191,7 +191,7 @@ def test_every_case_is_in_the_order_and_builds_a_valid_run(
     scripts: tuple[ModuleType, ModuleType],
 ) -> None:
     _, gpu = scripts
-    assert set(gpu.ORDER) == {*gpu.CASES, "layouts", "mixture"} and gpu.ORDER[:2] == (
+    assert set(gpu.ORDER) == {*gpu.CASES, "layouts", "mixture", "serve"} and gpu.ORDER[:2] == (
         gpu.BAR_CASE,
         gpu.MIXTURE_CASE,
     )

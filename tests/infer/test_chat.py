@@ -89,8 +89,9 @@ def test_prompt_is_the_conversation_with_the_generation_prompt(
     chat = new_chat(tiny.model(tiny.config(vocab_size=257, max_seq_len=400)), system="be kind")
     read: list[list[int]] = []
 
-    def add_request(ids: list[int], params: SamplingParams) -> int:
+    def add_request(ids: list[int], params: SamplingParams, adapter: str | None = None) -> int:
         read.append(ids)
+        assert adapter is None
         assert params.stop == ("<|im_end|>",)
         monkeypatch.setattr(InferenceEngine, "has_unfinished", True)
         return 0

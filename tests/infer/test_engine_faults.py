@@ -17,6 +17,7 @@ from megalith.infer.outputs import PromptLogprobs
 from megalith.infer.requests import Request, RequestChoice
 from megalith.infer.runner import PromptOutputs
 from megalith.infer.sample import TokenCounts
+from megalith.infer.step_execution import StepExecutor
 from megalith.infer.vocab_slice import VocabSlice
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder, iter_parameter_specs
@@ -102,14 +103,14 @@ def repeat_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         request.output.prompt_logprobs += prompt.values
         return []
 
-    def always(self: InferenceEngine, plan: StepPlan) -> PromptOutputs:
+    def always(self: StepExecutor, plan: StepPlan) -> PromptOutputs:
         states = {row.seq_id: self._choices[row.seq_id] for row in plan.rows}
         logits = frozenset(n for n, one in states.items() if not one.state.reads_prefix_cache)
         return PromptOutputs(logits)
 
     monkeypatch.setattr(step_results, "_compute_prompt", compute)
     monkeypatch.setattr(InferenceEngine, "_add_prompt_logprobs", add)
-    monkeypatch.setattr(InferenceEngine, "_find_prompt_outputs", always)
+    monkeypatch.setattr(StepExecutor, "find_prompt_outputs", always)
 
 
 def score_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:

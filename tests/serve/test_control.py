@@ -161,7 +161,7 @@ def test_requests_wait_while_the_server_is_suspended(suspended: Server) -> None:
             {},
             "resume: the engine is suspended (kv_cache=offload, offload_weights=false)",
         ),
-        ("/suspend", {"offload_weights": True}, "the engine is suspended with kv_cache=offload"),
+        ("/suspend", {"kv_cache": "recompute"}, "the engine is suspended with kv_cache=offload"),
     ):
         rejected = suspended.post(path, body)
         assert rejected.status_code == 409 and text in rejected.json()["error"]["message"]
