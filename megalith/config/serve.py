@@ -351,7 +351,12 @@ def bucket_settings(graphs: GraphConfig) -> dict[str, object]:
 
 def engine_problems(config: EngineConfig) -> list[str]:
     """Return a message for every invalid setting of an engine."""
-    problems = range_problems(config) + speculation_problems(config.speculation)
+    return range_problems(config) + combination_problems(config)
+
+
+def combination_problems(config: EngineConfig) -> list[str]:
+    """Return a message for every setting of an engine that does not fit the others."""
+    problems = speculation_problems(config.speculation)
     problems += adapter_problems(config) + graph_problems(config)
     if config.quantization != "none" and config.speculation.method == "mtp":
         problems.append(

@@ -11,10 +11,9 @@ from megalith.config.serve import (
     EngineConfig,
     InferenceParallelConfig,
     Pooling,
-    adapter_problems,
+    combination_problems,
     dp_replicate_problems,
     parallel_problems,
-    speculation_problems,
 )
 from megalith.errors import did_you_mean
 
@@ -116,11 +115,10 @@ class ServeRun:
 def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
-    problems = range_problems(run) + speculation_problems(run.engine.speculation)
+    problems = range_problems(run) + combination_problems(run.engine)
     # copies of the model do not depend on each other
     problems += parallel_problems(run.engine, replace(run.parallel, dp=1, dp_replicate=None))
     problems += dp_replicate_problems(run.engine, run.parallel)
-    problems += adapter_problems(run.engine)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         problems.append(
             f"--ssl-certfile={server.ssl_certfile} with --ssl-keyfile={server.ssl_keyfile}: TLS "

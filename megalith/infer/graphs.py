@@ -488,7 +488,7 @@ class CudaGraphReplay:
                 run()
         current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # other threads, for example one that copies weights, may use the device meanwhile
+        # other threads, for example one that copies weights, may use the device during the capture
         pool = None if other is None else other._graph.pool()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             run()

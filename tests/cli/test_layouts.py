@@ -197,3 +197,15 @@ def test_unknown_adapter_is_reported(
     check(command, runs["dense"], ["--adapter", "sqll", *loaded], [f"{text} sql?"], capsys)
     (text,) = adapter_name_problems("de", EngineConfig())
     assert text.endswith("has none, but no adapter of this name. Add --engine.adapters de=FOLDER.")
+
+
+def test_server_reports_settings_that_do_not_fit_before_it_listens(
+    runs: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    graphs = ["--engine.graphs.mode", "none", "--engine.graphs.prefills", "mixed"]
+    drafts = ["--engine.quantization", "int8", "--engine.speculation.method", "mtp"]
+    assert main(["serve", runs["dense"], *graphs, *drafts]) == 2
+    printed = capsys.readouterr()
+    assert "listening" not in printed.out + printed.err
+    assert "graphs.prefills=mixed with graphs.mode=none, which has no buckets." in printed.err
+    assert "quantization=int8 with speculation.method=mtp" in printed.err

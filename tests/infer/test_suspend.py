@@ -187,18 +187,17 @@ def test_suspended_engine_generates_the_same_tokens(name: str, tiny: SimpleNames
 
 
 def test_release_returns_memory_to_the_system(tiny: SimpleNamespace) -> None:
-    engine = build(tiny.model(tiny.config(num_layers=1)), num_blocks=1 << 20)
+    engine = build(tiny.model(tiny.config(num_layers=1)), num_blocks=1 << 22)
     run(engine, [(PROMPTS[0], SAMPLED)])
     pools = list_pools(engine)
     with torch.inference_mode():
         for each in pools:
             each.zero_()  # pages that were never written are not resident
     num_bytes = count_bytes(pools)
-    assert num_bytes == 128 << 20
+    assert num_bytes == 512 << 20  # other memory of the process varies by 15 MiB
     before = read_resident_bytes()
     engine.suspend()
-    # not all of it, because other threads of the process allocate memory
-    assert before - read_resident_bytes() > 0.75 * num_bytes
+    assert before - read_resident_bytes() > 0.9 * num_bytes
     engine.wake_up()
 
 
