@@ -397,6 +397,8 @@ class EngineClient:
             answers = await self._call(processes, command, arguments, timeout_s=timeout_s)
             return self._check_answers(answers.values())
         except BaseException:  # also if the client disconnects
+            if self._state is not after:  # a later command has changed it
+                raise
             self._state = before
             failed = {
                 processes[each] for each, result in answers.items() if "error" in (result or {})

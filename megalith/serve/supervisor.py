@@ -183,8 +183,11 @@ class EngineSupervisor:
 
     async def _check_heartbeats(self) -> None:
         """Kill replicas that do not respond, so that they are restarted."""
-        while len(self.client.groups) > 1:
+        while self.client.num_replicas > 1:
             await asyncio.sleep(HEARTBEAT_S)
+            self.client.expire_waiting()
+            if len(self.client.groups) == 1:  # no other has its requests
+                continue
             max_heartbeats = int(RESPONSE_TIMEOUT_S / HEARTBEAT_S)
             for replica in self.client.find_unresponsive(max_heartbeats=max_heartbeats):
                 _logger.error("replica %d of the engine does not respond; it is killed", replica)
@@ -192,7 +195,6 @@ class EngineSupervisor:
                 if process.returncode is None:
                     process.kill()
             self.client.send_heartbeats()
-            self.client.expire_waiting()
 
 
 def check_requests_can_finish(client: EngineClient, replica: int) -> None:
