@@ -15,6 +15,7 @@ from megalith.errors import CheckpointError, ConfigError, UserError
 from megalith.infer.cache import PagedKVCache
 from megalith.infer.quantize import iter_quantized_weights
 from megalith.infer.refit import UpdateMode
+from megalith.kernels.cpu_threads import return_freed_memory
 from megalith.models.decoder import Decoder
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.serving.block_allocator import BlockAllocator
@@ -267,6 +268,7 @@ def _release(storages: Iterable[ReleasedStorage]) -> None:
         each.release()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()  # for other processes
+    return_freed_memory()
 
 
 def _copy_tensors(tensors: Iterable[Tensor]) -> Iterator[ReleasedStorage]:

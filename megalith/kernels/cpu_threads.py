@@ -322,3 +322,14 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     )
+
+
+def return_freed_memory() -> bool:
+    """Return the freed memory of this process to the system, also after `keep_freed_memory`; return
+    True if the C library has a function for it (glibc), else False."""
+    try:
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return False
+    malloc_trim(0)
+    return True

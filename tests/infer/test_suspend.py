@@ -25,6 +25,7 @@ from megalith.infer.load import connect_stages
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.refit import WeightUpdater
 from megalith.infer.suspend import EngineMemoryError, ReleasedStorage
+from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.models.decoder import Decoder
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
@@ -187,6 +188,7 @@ def test_suspended_engine_generates_the_same_tokens(name: str, tiny: SimpleNames
 
 
 def test_release_returns_memory_to_the_system(tiny: SimpleNamespace) -> None:
+    keep_freed_memory()  # as a process that also trains
     engine = build(tiny.model(tiny.config(num_layers=1)), num_blocks=1 << 22)
     run(engine, [(PROMPTS[0], SAMPLED)])
     pools = list_pools(engine)

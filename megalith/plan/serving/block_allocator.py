@@ -115,8 +115,13 @@ class BlockAllocator:
 
     def list_stored(self) -> list[int]:
         """Return the blocks that are used or cached, in ascending order."""
-        free = set(self._free)
-        return [block for block in range(self.num_blocks) if block not in free]
+        return [
+            block
+            for block, (ref_count, is_registered) in enumerate(
+                zip(self._ref_counts, self._registered, strict=True)
+            )
+            if ref_count or is_registered
+        ]
 
     def is_registered(self, block: int) -> bool:
         """Return whether the block is in the index of the prefix cache."""
