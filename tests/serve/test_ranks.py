@@ -26,7 +26,7 @@ PROMPT = {
 
 def children(pid: int) -> list[int]:
     """Process ids of the children of a process, but multiprocessing's."""
-    command = ["ps", "-o", "pid=,args=", "--ppid", str(pid)]
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     return [int(line.split()[0]) for line in lines if "resource_tracker" not in line]
 
