@@ -194,8 +194,8 @@ class InferenceParallelConfig:
     model, if the number of experts is a multiple of tp x dp (DP attention)."""
 
     dp_replicate: Annotated[int | None, Ge(1), Example(2)] = None
-    """Copies of the model in `megalith serve`: dp / dp_replicate data-parallel ranks share the
-    experts of one (DP attention), and are restarted together. Unset: dp, each rank has its own."""
+    """Groups of replicas in `megalith serve`: the dp / dp_replicate replicas of a group share
+    experts (DP attention), and are restarted together. Unset: dp, each replica has its own."""
 
     sp: bool = False
     """Sequence parallelism: between matmuls, each tensor-parallel rank has a part of the tokens."""
@@ -241,22 +241,22 @@ def parallel_problems(config: EngineConfig, parallel: InferenceParallelConfig) -
     ]
     if parallel.dp_replicate not in (None, 1):
         messages.append(
-            f"parallel.dp_replicate={parallel.dp_replicate}: this command has one copy of the "
-            "model. Leave it unset, or use megalith serve."
+            f"parallel.dp_replicate={parallel.dp_replicate}: only megalith serve has groups "
+            "of replicas. Leave it unset, or use megalith serve."
         )
     return messages
 
 
 def dp_replicate_problems(config: EngineConfig, parallel: InferenceParallelConfig) -> list[str]:
-    """Return a message if a server cannot have its number of copies of the model."""
-    dp, copies = parallel.dp, parallel.dp_replicate
-    if copies is None or copies < 1 or copies == dp:
+    """Return a message if a server cannot have its number of groups of replicas."""
+    dp, groups = parallel.dp, parallel.dp_replicate
+    if groups is None or groups < 1 or groups == dp:
         return []
-    text = f"parallel.dp_replicate={copies} with parallel.dp={dp}"
-    if dp % copies:
+    text = f"parallel.dp_replicate={groups} with parallel.dp={dp}"
+    if dp % groups:
         return [
-            f"{text}: every copy of the model has equally many data-parallel ranks. Set "
-            f"parallel.dp_replicate to {dp}, or parallel.dp to {copies}."
+            f"{text}: the groups of replicas that share experts have equal sizes. Set "
+            f"parallel.dp_replicate to {dp}, or parallel.dp to {groups}."
         ]
     if config.max_adapters:
         return [

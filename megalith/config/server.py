@@ -116,7 +116,7 @@ def serve_problems(run: ServeRun) -> list[str]:
     """Return a message for every invalid setting of a server."""
     server = run.server
     problems = range_problems(run) + combination_problems(run.engine)
-    # copies of the model do not depend on each other
+    # replicas do not depend on each other, but for experts
     problems += parallel_problems(run.engine, replace(run.parallel, dp=1, dp_replicate=None))
     problems += dp_replicate_problems(run.engine, run.parallel)
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):

@@ -6,7 +6,7 @@ and the tokens that were received: sampling is keyed by seed and position, so it
 tokens that the failed replica would have generated.
 
 Replicas that share experts are one group: the data-parallel ranks of one engine, which start and
-fail together. The first rank receives the messages of all; each replica sends its own.
+fail together. DP rank 0 receives the messages of all; each replica sends its own.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megalith.plan.keys import key
-from megalith.plan.serving.engine_state import EngineState, InvalidStateError, Suspension
+from megalith.plan.serving.engine_state import EngineState
 from megalith.plan.serving.prefix_cache import compute_salt
 from megalith.plan.serving.request_routing import RequestRouter, compute_block_keys
 from megalith.serve.errors import ApiError
@@ -47,6 +47,7 @@ from megalith.serve.protocol import (
     StepOutputs,
     TokenUpdate,
 )
+from megalith.serve.replica_states import STATE_COMMANDS, Answer, ReplicaStates
 from megalith.serve.transport import bind_client_socket
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class _Call:
     """A command that a replica executes."""
 
     replica: int
-    result: "asyncio.Future[dict[str, Any] | None]"
+    result: "asyncio.Future[Answer]"
     """None: the replica failed."""
 
 
@@ -99,8 +100,7 @@ class EngineClient:
         """Folders of the adapters that were loaded since the start; None: an adapter of the start
         that was unloaded."""
         self._adapter_lock = asyncio.Lock()
-        self._state = EngineState()
-        """That all replicas have, or get."""
+        self._states = ReplicaStates(self)
         self._changed = asyncio.Event()
         """Set, and replaced, when a request ends, or a replica is ready or fails."""
         self.num_sequences = self.num_prompt_tokens = 0
@@ -272,8 +272,8 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        """Return the state of the replicas."""
-        return self._state
+        """Return the state that all replicas have, or get."""
+        return self._states.target
 
     async def call(
         self,
@@ -308,12 +308,11 @@ class EngineClient:
         if command in ("load_adapter", "unload_adapter"):
             async with self._adapter_lock:
                 return await self._change_adapter(command, arguments, timeout_s)
-        after = change_state(self._state, command, arguments)
-        if after != self._state:
-            return await self._change_state(after, command, arguments, timeout_s)
-        replicas = self._list_first_replicas()
+        if command in STATE_COMMANDS:
+            return await self._states.change(command, arguments, timeout_s=timeout_s)
+        replicas = self._list_dp_rank_0()
         answers = await self._call(replicas, command, arguments, timeout_s=timeout_s)
-        return self._check_answers(answers.values())
+        return self.check_answers(answers.values())
 
     async def poll_replicas(self, command: str) -> list[dict[str, Any]]:
         """Call a command that has no effect, and return the results of the replicas that answer
@@ -336,7 +335,7 @@ class EngineClient:
         answers = [result.result() for result in results if result.done()]
         if not answers:
             raise ApiError(503, "the engine does not answer within 60 s.")
-        return self._check_answers(answers)
+        return self.check_answers(answers)
 
     async def _call(
         self,
@@ -345,7 +344,7 @@ class EngineClient:
         arguments: dict[str, Any],
         *,
         timeout_s: float | None,
-    ) -> dict[int, dict[str, Any] | None]:
+    ) -> dict[int, Answer]:
         """Call a command of replicas and return their answers. None: the replica failed.
 
         Raises:
@@ -362,7 +361,7 @@ class EngineClient:
             for number in numbers.values():
                 self._calls.pop(number, None)
 
-    def _check_answers(self, answers: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    def check_answers(self, answers: Iterable[Answer]) -> list[dict[str, Any]]:
         """Return the results of a command.
 
         Raises:
@@ -377,37 +376,6 @@ class EngineClient:
             raise ApiError(503, "the engine was restarted. Try again.")
         return results
 
-    async def _change_state(
-        self,
-        after: EngineState,
-        command: str,
-        arguments: dict[str, Any],
-        timeout_s: float | None,
-    ) -> list[dict[str, Any]]:
-        """Change the state of all replicas. If it fails on one, the others get the previous state
-        again.
-
-        Raises:
-            ApiError: see `call_replicas`.
-        """
-        before, self._state = self._state, after  # at once: a replica can register in between
-        processes = {each: self._identities[each] for each in self._list_first_replicas()}
-        answers: dict[int, dict[str, Any] | None] = {}
-        try:
-            answers = await self._call(processes, command, arguments, timeout_s=timeout_s)
-            return self._check_answers(answers.values())
-        except BaseException:  # also if the client disconnects
-            if self._state is not after:  # a later command has changed it
-                raise
-            self._state = before
-            failed = {
-                processes[each] for each, result in answers.items() if "error" in (result or {})
-            }
-            for replica in self._list_first_replicas():
-                if self._identities[replica] not in failed:
-                    self._send_state(replica, after)
-            raise
-
     async def _change_adapter(
         self, command: str, arguments: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
@@ -418,7 +386,7 @@ class EngineClient:
             ApiError: see `call_replicas`.
         """
         name = arguments["lora_name"]
-        answers: dict[bytes, dict[str, Any] | None] = {}
+        answers: dict[bytes, Answer] = {}
         """By process."""
         try:
             while new := [
@@ -428,7 +396,7 @@ class EngineClient:
                 answers |= dict.fromkeys(processes.values())
                 results = await self._call(new, command, arguments, timeout_s=timeout_s)
                 answers |= {processes[each]: result for each, result in results.items()}
-            checked = self._check_answers(answers.values())
+            checked = self.check_answers(answers.values())
         except BaseException:  # also if the client disconnects
             for replica in self.router.replicas:
                 process = self._identities[replica]
@@ -437,6 +405,12 @@ class EngineClient:
             raise
         self._record_adapter(name, arguments.get("lora_path"), checked[0])
         return checked
+
+    def send_command(
+        self, replica: int, command: str, arguments: dict[str, Any]
+    ) -> "asyncio.Future[Answer]":
+        """Send a command to a replica; returns its future answer."""
+        return self._calls[self._start_call(replica, command, arguments)].result
 
     def _start_call(self, replica: int, command: str, arguments: dict[str, Any]) -> int:
         """Send a command to a replica; returns the number of the call."""
@@ -473,34 +447,6 @@ class EngineClient:
         number = self._start_call(replica, command, arguments)
         self._calls[number].result.add_done_callback(_log_error)
 
-    def _restore_state(self, replica: int) -> None:
-        """Send the commands that give a restarted replica the state of the others."""
-        for name, path in self._adapter_paths.items():
-            self._send_adapter(replica, name, path)
-        self._send_state(replica, EngineState())
-
-    def _send_state(self, replica: int, present: EngineState) -> None:
-        """Send the commands that give a replica the state of the others; `present`: its own. If one
-        fails, it gets no new requests."""
-        process = self._identities[replica]
-
-        def check(result: "asyncio.Future[dict[str, Any] | None]") -> None:
-            answer = None if result.cancelled() else result.result()
-            if "error" in (answer or {}) and self._identities.get(replica) == process:
-                _logger.error(
-                    "replica %d is not %s as the others, and gets no new requests until it is "
-                    "restarted: %s",
-                    replica,
-                    self._state.name,
-                    answer,
-                )
-                for each in self.find_group(replica):
-                    self.router.drain(each)
-
-        for command, arguments in list_state_commands(present, self._state):
-            number = self._start_call(replica, command, arguments)
-            self._calls[number].result.add_done_callback(check)
-
     async def drain(self, *, timeout_s: float) -> None:
         """Wait until all requests are finished. The caller rejects new ones.
 
@@ -508,10 +454,8 @@ class EngineClient:
             ApiError: 503, the engine has ended.
             TimeoutError: they are not finished in time.
         """
-        self._state = EngineState()  # as `drain` of the engine
-        for replica in self._list_first_replicas():
-            self._start_call(replica, "drain", {})
         async with asyncio.timeout(timeout_s):
+            await self._states.drain()
             await self.wait_for(lambda: not self._requests)
         if self.failed is not None:
             raise self.failed
@@ -542,9 +486,20 @@ class EngineClient:
         """Return the index of a replica in its group."""
         return replica % self._group_size
 
-    def _list_first_replicas(self) -> list[int]:
-        """Return the first replica of each group that is ready."""
+    def _list_dp_rank_0(self) -> list[int]:
+        """Return DP rank 0 of each group that is ready."""
         return [each for each in self.router.replicas if self._find_dp_rank(each) == 0]
+
+    def is_excluded(self, first: int) -> bool:
+        """Return whether a group gets no new requests because its state differs; `first`: its DP
+        rank 0."""
+        return self.router.replicas[first].is_excluded
+
+    def exclude(self, first: int, *, is_excluded: bool) -> None:
+        """Give no new requests to a group, or give it requests again."""
+        for each in self.find_group(first):
+            self.router.replicas[each].is_excluded = is_excluded
+        self.dispatch_waiting()
 
     def start_replica(self, replica: int) -> list[str]:
         """Return the identities of the replicas of a group, whose process is started; messages of
@@ -561,6 +516,7 @@ class EngineClient:
         """Remove the replicas of a group whose process has ended; their requests continue on
         others."""
         group = self.find_group(replica)
+        self._states.remove(group.start)
         for each in group:
             self._identities.pop(each, None)
             self._num_unanswered.pop(each, None)
@@ -702,9 +658,11 @@ class EngineClient:
             self.info = info
             self._fingerprints |= info.adapter_fingerprints
         self.loaded.add(replica)
-        self._restore_state(replica)
         for each in self.find_group(replica):
             self.router.register(each, max_num_seqs=info.max_num_seqs)
+        for name, path in self._adapter_paths.items():
+            self._send_adapter(replica, name, path)
+        self._states.register(replica)
         if not self.ready.done():
             self.ready.set_result(info)
         self.dispatch_waiting()
@@ -747,44 +705,7 @@ class EngineClient:
                 self._finish(update.request_id)
 
 
-def change_state(state: EngineState, command: str, arguments: Mapping[str, Any]) -> EngineState:
-    """Return the state of the replicas after a command.
-
-    Raises:
-        ApiError: 409, it is not valid in the present state.
-    """
-    try:
-        match command:
-            case "pause":
-                return state.pause()
-            case "resume":
-                return state.resume()
-            case "suspend":
-                return state.suspend(Suspension(**arguments))
-            case "wake_up":
-                return state.wake_up()
-    except InvalidStateError as error:
-        raise ApiError(409, str(error)) from error
-    return state
-
-
-def list_state_commands(
-    present: EngineState, state: EngineState
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return the commands, with arguments, that bring a replica from its present state to
-    another."""
-    commands: list[tuple[str, dict[str, Any]]] = []
-    if present.suspension not in (None, state.suspension):
-        commands.append(("wake_up", {}))
-    if state.suspension not in (None, present.suspension):
-        assert state.suspension is not None
-        commands.append(("suspend", asdict(state.suspension)))
-    elif state.is_paused != present.is_paused:
-        commands.append(("pause" if state.is_paused else "resume", {}))
-    return commands
-
-
-def _log_error(result: "asyncio.Future[dict[str, Any] | None]") -> None:
+def _log_error(result: "asyncio.Future[Answer]") -> None:
     """Log the error of a command for which nothing waits."""
     if not result.cancelled() and "error" in (result.result() or {}):
         _logger.error("a replica has other adapters than the others: %s", result.result())

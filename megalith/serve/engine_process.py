@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from megalith.infer.load import TextGenerator, load_text_generator
 from megalith.infer.outputs import EngineCallback
 from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
+from megalith.parallel.mesh import Mesh
 from megalith.serve.engine_server import EngineServer
 from megalith.serve.metrics import AccessLog, EngineMetrics
 from megalith.serve.model_info import ModelInfo
@@ -89,31 +91,30 @@ class EngineSettings:
     """Index of the first data-parallel rank among the replicas of the engine; None: there is one
     engine."""
 
-    def find_dp_rank(self, rank: int) -> tuple[int, bool]:
-        """Return the data-parallel rank of a process, and whether the process is the first of
-        its."""
-        dp = len(self.identities)
-        tp = self.nproc // (dp * self.parallel["pp"])
-        return rank // tp % dp, rank in range(0, dp * tp, tp)
+    def read_run(self, device: torch.device) -> ServeRun:
+        """Return the settings of the engine of this process; replicas share the memory of CPUs."""
+        parts = {"engine": self.engine, "parallel": self.parallel, "kernels": self.kernels}
+        run = from_dict(ServeRun, parts)
+        if device.type != "cpu":
+            return run
+        cache = run.engine.cache
+        share = cache.memory_fraction / self.num_replicas
+        return replace(run, engine=replace(run.engine, cache=replace(cache, memory_fraction=share)))
 
 
 def load_engine(
-    settings: EngineSettings, metrics: EngineMetrics, worker: Worker
+    settings: EngineSettings,
+    run: ServeRun,
+    source: Pretrained,
+    mesh: Mesh,
+    worker: Worker,
+    callbacks: Sequence[EngineCallback],
 ) -> tuple[InferenceEngine, ModelInfo]:
     """Load this rank's shard of the model, and build its engine. Collective over all ranks.
 
     Raises:
         UserError: the model cannot be served.
     """
-    parts = {"engine": settings.engine, "parallel": settings.parallel, "kernels": settings.kernels}
-    run = from_dict(ServeRun, parts)
-    if worker.device.type == "cpu":
-        cache = run.engine.cache
-        share = cache.memory_fraction / settings.num_replicas
-        run = replace(run, engine=replace(run.engine, cache=replace(cache, memory_fraction=share)))
-    source = open_source(settings.source, worker.world, base=settings.base, parallel=run.parallel)
-    set_threads(worker, None)
-    mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
     name = settings.dtype or ("float32" if worker.device.type == "cpu" else "bfloat16")
     generator = load_text_generator(
         source,
@@ -124,9 +125,6 @@ def load_engine(
         config=run.engine,
         parallel=run.parallel,
     )
-    dp_rank, is_leader = settings.find_dp_rank(worker.rank)
-    assert dp_rank == mesh.dp.rank, "the order of the axes"
-    callbacks: list[EngineCallback] = [metrics, metrics.access_log] if is_leader else []
     if worker.rank == 0:
         for warning in source.warnings():
             _logger.warning("%s: %s", source.path, warning)
@@ -249,19 +247,24 @@ def run_rank(settings: EngineSettings) -> int:
     """
     _ignore_signals()
     worker = Worker.from_environment(os.environ)
-    dp_rank, is_leader = settings.find_dp_rank(worker.rank)
-    reports_cache = settings.replica is not None
+    run = settings.read_run(worker.device)
+    ranks = connect(worker, timeout_seconds=TIMEOUT_S)
+    source = open_source(settings.source, worker.world, base=settings.base, parallel=run.parallel)
+    set_threads(worker, None)
+    mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
+    dp_rank, replica = mesh.dp.rank, settings.replica
     metrics = EngineMetrics(
         settings.served_model_name,
         AccessLog(log_prompts=settings.log_requests),
-        replica=None if settings.replica is None else settings.replica + dp_rank,
+        replica=None if replica is None else replica + dp_rank,
     )
-    ranks = connect(worker, timeout_seconds=TIMEOUT_S)
-    engine, info = load_engine(settings, metrics, worker)
+    has_socket = mesh.tp.rank == mesh.pp.rank == 0
+    callbacks: list[EngineCallback] = [metrics, metrics.access_log] if has_socket else []
+    engine, info = load_engine(settings, run, source, mesh, worker, callbacks)
     identity = settings.identities[dp_rank]
-    socket = connect_engine_socket(settings.address, identity) if is_leader else None
+    socket = connect_engine_socket(settings.address, identity) if has_socket else None
     server = EngineServer(
-        engine, socket, metrics, ranks, dp_rank=dp_rank, reports_cache=reports_cache
+        engine, socket, metrics, ranks, dp_rank=dp_rank, reports_cache=replica is not None
     )
     if worker.rank == 0:
         server.send(Ready(asdict(info)))

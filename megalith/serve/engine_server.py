@@ -130,6 +130,8 @@ class EngineServer:
         """The engine's number by the client's."""
         self._drains: list[EngineCall] = []
         """Calls of drain to answer when no request is left."""
+        self._is_draining = False
+        """Whether there was a call of drain: the server is shutting down."""
         self._updates: list[EngineCall] = []
         """Weight updates to make when the requests in flight are finished."""
         self._is_stopped = False
@@ -233,7 +235,7 @@ class EngineServer:
         """Return the messages without requests that are rejected or whose grammar is compiled
         first, on another thread."""
         accepted: list[Message] = []
-        is_draining = bool(self._drains)
+        is_draining = self._is_draining
         for message in messages:
             is_new = isinstance(message, AddRequest) and message.progress is None
             if isinstance(message, AddRequest) and is_new and is_draining:
@@ -344,6 +346,7 @@ class EngineServer:
                 self.send(message)
             case EngineCall(_, "drain"):
                 self._drains.append(message)
+                self._is_draining = True
                 self._finish_suspension()
                 self._state = EngineState()  # the requests in flight finish
             case EngineCall(_, "update_weights", {"mode": "drain"}) if self._can_step:
@@ -466,7 +469,7 @@ class EngineServer:
         return {"text": self._metrics.render(stats, self._state, graph_steps=steps)}
 
     def _pause(self) -> dict[str, Any]:
-        if not self._drains:  # else the requests in flight finish
+        if not self._is_draining:  # else the requests in flight finish
             self._state = self._state.pause()
         return {}
 
@@ -475,7 +478,7 @@ class EngineServer:
         return {}
 
     def _suspend(self, *, kv_cache: KVCacheMode, offload_weights: bool) -> dict[str, Any]:
-        if self._drains:
+        if self._is_draining:
             raise InvalidStateError("suspend: the server is shutting down, and finishes requests.")
         state = self._state.suspend(Suspension(kv_cache, offload_weights))
         self.engine.suspend(kv_cache=kv_cache, offload_weights=offload_weights)

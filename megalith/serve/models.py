@@ -160,7 +160,7 @@ async def restart_replica(state: ServerState, context: RequestContext) -> dict[s
     replica, num_replicas = context.body.get("replica"), state.client.num_replicas
     if len(state.client.groups) == 1:
         raise invalid(
-            "replica: this server has one copy of the model. Start it with --parallel.dp 2 or "
+            "replica: this server has one engine. Start it with --parallel.dp 2 or "
             "more, and --parallel.dp_replicate unset, or 2 or more.",
             "replica",
         )

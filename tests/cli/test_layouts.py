@@ -134,8 +134,8 @@ def test_impossible_layout_is_reported_before_a_process_starts(
         (
             "serve",
             ["--parallel.dp", "4", "--parallel.dp_replicate", "3"],
-            "parallel.dp_replicate=3 with parallel.dp=4: every copy of the model has equally many "
-            "data-parallel ranks. Set parallel.dp_replicate to 4, or parallel.dp to 3.",
+            "parallel.dp_replicate=3 with parallel.dp=4: the groups of replicas that share experts "
+            "have equal sizes. Set parallel.dp_replicate to 4, or parallel.dp to 3.",
         ),
         (
             "run-batch",
@@ -147,11 +147,11 @@ def test_impossible_layout_is_reported_before_a_process_starts(
         (
             "generate",
             ["--parallel.dp", "4", "--parallel.dp_replicate", "2"],
-            "parallel.dp_replicate=2: this command has one copy of the model. Leave it unset, or",
+            "parallel.dp_replicate=2: only megalith serve has groups of replicas. Leave it ",
         ),
     ],
 )
-def test_impossible_copies_of_the_model_are_reported(
+def test_impossible_groups_of_replicas_are_reported(
     command: str,
     words: list[str],
     text: str,

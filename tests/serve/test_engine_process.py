@@ -245,6 +245,10 @@ def test_drain_answers_when_the_last_request_is_finished(peer: Peer) -> None:
         kinds.append(type(peer.receive()).__name__)
     assert kinds.count("RequestRejected") == 1 and kinds[-1] == "Reply"
     assert kinds.count("StepOutputs") == 30
+    # still, also on ranks without the requests whose grammars are compiled
+    assert peer.call(4, "pause") == {} and peer.call(5, "stats")["state"] == "running"
+    peer.send(request(6))
+    assert peer.receive() == RequestRejected(6, 503, "the server is shutting down")
 
 
 def test_draining_engine_continues_the_request_of_a_lost_replica(peer: Peer) -> None:

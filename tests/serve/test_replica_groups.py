@@ -50,12 +50,12 @@ def test_first_replica_of_a_group_receives_the_requests_of_all() -> None:
 def test_group_gets_a_command_once_and_each_replica_those_about_itself() -> None:
     async def test(cluster: Cluster) -> None:
         client = cluster.client
-        pause = asyncio.create_task(client.call_replicas("pause"))
-        for first in (0, 2):
-            assert await cluster.engines[first].answer({"a": first}) == EngineCall(
-                first // 2, "pause"
-            )
-        assert await pause == [{"a": 0}, {"a": 2}]
+        for number, command in ((0, "pause"), (2, "reset_prefix_cache")):
+            call = asyncio.create_task(client.call_replicas(command))
+            for index, first in enumerate((0, 2)):
+                message = await cluster.engines[first].answer({"a": first})
+                assert message == EngineCall(number + index, command)
+            assert await call == [{"a": 0}, {"a": 2}]
         stats = asyncio.create_task(client.poll_replicas("stats"))
         for replica in range(4):
             message = await cluster.engines[replica // 2 * 2].answer({"a": replica})
@@ -113,6 +113,25 @@ def test_request_of_a_later_replica_of_a_group_ends_at_its_deadline() -> None:
             client.send_heartbeats()
             assert await engine.receive() == Heartbeat(0)
         assert not client._requests
+
+    run_cluster(test, 2, 2)
+
+
+def test_request_that_waits_for_the_only_group_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megalith.serve.supervisor.HEARTBEAT_S", 0.01)
+
+    async def test(cluster: Cluster) -> None:
+        supervisor = EngineSupervisor(cluster.client, {})
+        for each in (0, 1):
+            cluster.client.router.drain(each)
+        late = prompt_request(deadline_s=0.05)
+        heartbeats = asyncio.create_task(supervisor._check_heartbeats())
+        async with cluster.client.generate([late], uid="a") as generation:
+            with pytest.raises(ApiError, match="deadline_s=0.05: the request was not finished"):
+                await read(generation)
+        heartbeats.cancel()
 
     run_cluster(test, 2, 2)
 

@@ -13,14 +13,21 @@ OFFLOAD = {"kv_cache": "offload", "offload_weights": False}
 FAILED = {"error": "no memory", "status": 503}
 
 
-async def call_all(cluster: Cluster, command: str, *answers: dict[str, Any]) -> None:
+async def start_call(
+    cluster: Cluster, command: str, *answers: dict[str, Any]
+) -> asyncio.Task[dict[str, Any]]:
     """Call a command, which the replicas answer."""
     arguments = OFFLOAD if command == "suspend" else {}
     call = asyncio.create_task(cluster.client.call(command, arguments))
     for engine, answer in zip(cluster.engines.values(), answers or ({}, {}), strict=True):
         message = await engine.answer(answer)
         assert (message.command, message.arguments) == (command, arguments)
-    await call
+    return call
+
+
+async def call_all(cluster: Cluster, command: str, *answers: dict[str, Any]) -> None:
+    """Call a command, which the replicas answer, and wait for its result."""
+    await (await start_call(cluster, command, *answers))
 
 
 def test_replica_that_is_restarted_is_suspended_as_the_others() -> None:
@@ -79,12 +86,14 @@ def test_command_that_one_replica_cannot_execute_is_undone_on_the_others(
         for each in earlier:
             await call_all(cluster, each)
         before = cluster.client.state
-        with pytest.raises(ApiError, match="no memory"):
-            await call_all(cluster, command, {}, FAILED)
-        assert cluster.client.state == before
+        call = await start_call(cluster, command, {}, FAILED)
         for expected in undo:
+            assert not call.done()
             message = await cluster.engines[0].answer({})
             assert (message.command, message.arguments) == expected
+        with pytest.raises(ApiError, match="no memory"):
+            await call
+        assert cluster.client.state == before
         await call_all(cluster, "stats")  # the other replica gets nothing
 
     run_cluster(test)
@@ -110,13 +119,100 @@ def test_restarted_replica_that_cannot_be_suspended_gets_no_requests(
         client.handle_replica_failure(1)
         engine = await cluster.start(1)
         assert (await engine.answer(FAILED)).command == "suspend"
-        await wait_until(lambda: client.router.replicas[1].is_draining)
-        text = "replica 1 is not suspended as the others, and gets no new requests until it is rest"
+        await wait_until(lambda: client.router.replicas[1].is_excluded)
+        text = (
+            "replica 1 is running and not suspended, as the others are; it gets no new requests "
+            "until it is restarted or a later command succeeds: no memory"
+        )
         assert text in caplog.text and "other adapters" not in caplog.text
         for number in range(3):
             async with client.generate([prompt_request()], uid=str(number)):
                 await cluster.engines[0].receive_request()
             await cluster.engines[0].receive()  # it is aborted
+        await call_all(cluster, "suspend")
+        assert not client.router.replicas[1].is_excluded
+
+    run_cluster(test)
+
+
+def test_replica_whose_state_could_not_be_restored_gets_requests_after_a_later_command(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        client, (first, second) = cluster.client, cluster.engines.values()
+        call = await start_call(cluster, "suspend", {}, FAILED)
+        answers = [await first.answer(FAILED) for _ in range(2)]
+        assert [each.command for each in answers] == ["wake_up", "resume"]
+        with pytest.raises(ApiError, match="no memory"):
+            await call
+        assert client.state.name == "running" and "replica 0 is suspended and not" in caplog.text
+        assert client.router.replicas[0].is_excluded and not client.router.replicas[1].is_excluded
+        resume = asyncio.create_task(client.call("resume"))
+        assert (await second.answer({})).command == "resume"
+        assert [(await first.answer({})).command for _ in range(2)] == ["wake_up", "resume"]
+        await resume
+        assert not client.router.replicas[0].is_excluded
+
+    run_cluster(test)
+
+
+def test_single_group_keeps_its_state_if_the_one_before_cannot_be_restored() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, engine = cluster.client, cluster.engines[0]
+        with pytest.raises(ApiError, match="does not answer within"):
+            await client.call("suspend", OFFLOAD, timeout_s=0.01)
+        assert (await engine.answer({})).command == "suspend"
+        assert [(await engine.answer(FAILED)).command for _ in range(2)] == ["wake_up", "resume"]
+        await wait_until(lambda: client.state.name == "suspended")
+        with pytest.raises(ApiError, match="resume: the engine is suspended"):
+            await client.call("resume")
+        for command in ("wake_up", "resume"):
+            call = asyncio.create_task(client.call(command))
+            assert (await engine.answer({})).command == command
+            await call
+        async with client.generate([prompt_request()], uid="a"):
+            await engine.receive_request()
+
+    run_cluster(test, 2, 2)
+
+
+def test_commands_that_change_the_state_are_executed_one_after_another() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, (first, second) = cluster.client, cluster.engines.values()
+        suspend = asyncio.create_task(client.call("suspend", OFFLOAD))
+        await asyncio.sleep(0)
+        resume = asyncio.create_task(client.call("resume"))
+        cancelled = asyncio.create_task(client.call("pause"))
+        drain = asyncio.create_task(client.drain(timeout_s=10))
+        assert (await second.answer(FAILED)).command == "suspend"
+        cancelled.cancel()
+        assert [(await first.answer({})).command for _ in range(2)] == ["suspend", "wake_up"]
+        assert not suspend.done()
+        assert (await first.answer({})).command == "resume"
+        with pytest.raises(ApiError, match="no memory"):
+            await suspend
+        for engine in (first, second):
+            assert (await engine.answer({})).command == "resume"
+        await resume
+        for engine in (first, second):
+            assert (await engine.answer({})).command == "drain"
+        await drain
+
+    run_cluster(test)
+
+
+def test_state_before_a_command_is_restored_if_its_client_disconnects() -> None:
+    async def test(cluster: Cluster) -> None:
+        call = asyncio.create_task(cluster.client.call("pause"))
+        first, second = cluster.engines.values()
+        assert (await first.answer({})).command == "pause"
+        call.cancel()
+        assert (await second.answer({})).command == "pause"
+        for engine in (first, second):
+            assert (await engine.answer({})).command == "resume"
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert cluster.client.state.name == "running"
 
     run_cluster(test)
 

@@ -761,7 +761,7 @@ def test_server_with_one_replica_cannot_restart_it() -> None:
     async def test(cluster: Cluster) -> None:
         state = ServerState(ServeConfig(enable_admin=True), cluster.client, HttpMetrics("tiny"))
         state.set_model(await cluster.client.ready)
-        with pytest.raises(ApiError, match="this server has one copy of the model. Start"):
+        with pytest.raises(ApiError, match="this server has one engine. Start"):
             await restart_replica(state, RequestContext("r", "/restart_replica", {"replica": 0}))
 
     run_cluster(test, num_replicas=1)

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 
 from megalith.config.moe import CapacityConfig, MoEConfig
-from megalith.config.serve import InferenceParallelConfig
-from megalith.infer.layout import generation_layout
-from megalith.plan.grid import model_grid
-from megalith.serve.engine_process import EngineSettings
 from tests.serve.servers import CONFIG, Server, make_run, running_server
 from tests.serve.test_ranks import children
 from tests.serve.test_replica_server import KEY, Stream, make_bodies, wait_for_replicas
@@ -44,24 +40,6 @@ def expected(moe_run: Path) -> list[list[dict[str, Any]]]:
     with running_server(moe_run, *OPTIONS) as server:
         server.client.headers.update(KEY)
         return [complete(server, body) for body in make_bodies(6)]
-
-
-def test_first_process_of_each_data_parallel_rank_has_a_socket() -> None:
-    config = replace(CONFIG, moe=EXPERTS)
-    grid = model_grid(generation_layout(config, 8, InferenceParallelConfig(pp=2, dp=2)), config, 8)
-    settings = EngineSettings(
-        address="",
-        source="",
-        engine={},
-        parallel={"pp": 2},
-        served_model_name="tiny",
-        nproc=8,
-        identities=("0", "1"),
-    )
-    for rank in range(8):
-        place = grid.coordinates(rank)
-        expected = place["dp"], place["tp"] == place["pp"] == 0
-        assert settings.find_dp_rank(rank) == expected
 
 
 def complete(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,7 +104,7 @@ def test_both_ranks_are_paused_and_suspended(
 
 def test_commands_that_need_several_copies_of_the_model_are_rejected(sharing: Server) -> None:
     for path, body, text in (
-        ("/restart_replica", {"replica": 1}, "this server has one copy of the model. Start it"),
+        ("/restart_replica", {"replica": 1}, "this server has one engine. Start it"),
         (
             "/update_weights",
             {"path": "runs/new"},
@@ -155,7 +133,7 @@ def test_server_whose_ranks_share_experts_stops_after_its_requests(
 
 
 @pytest.mark.slow
-def test_streams_continue_on_another_copy_when_a_rank_is_killed(
+def test_streams_continue_on_another_group_when_a_rank_is_killed(
     moe_run: Path, expected: list[list[dict[str, Any]]]
 ) -> None:
     layout = ("--nproc", "4", "--parallel.dp", "4", "--parallel.dp_replicate", "2")

@@ -51,7 +51,10 @@ class ReplicaState:
     """Number of the choice that it last won, from 1."""
 
     is_draining: bool = False
-    """Whether it gets no new requests."""
+    """Whether it gets no new requests, because it ends when those that it has are finished."""
+
+    is_excluded: bool = False
+    """Whether it gets no new requests, because its state differs from that of the others."""
 
     @property
     def load(self) -> int:
@@ -135,7 +138,9 @@ class RequestRouter:
         """Return the score of each replica that accepts requests, for a prompt with these block
         hashes: alpha times the cached share, plus 1 - alpha times the free share."""
         accepting = {
-            index: state for index, state in self.replicas.items() if not state.is_draining
+            index: state
+            for index, state in self.replicas.items()
+            if not (state.is_draining or state.is_excluded)
         }
         if not accepting:
             return {}
