@@ -287,8 +287,8 @@ class InferenceEngine:
         """
         check_update_mode(mode)
         if self.is_suspended:
-            is_busy = self.runner.is_any_rank_busy(not self.is_drained)
-            self._memory.check_update(mode, has_started=is_busy)
+            has_started = not self.is_every_rank_drained()
+            self._memory.check_update(mode, has_started=has_started)
         if self.runner.adapters is not None:
             self.runner.adapters.check_update(source)
         self._memory.restore_weights()
@@ -312,17 +312,27 @@ class InferenceEngine:
             assert update.source is not None, "checked by check_update"
             self.runner.adapters.set_source(update.source)
 
+    def take_outputs(self) -> list[TokenOutput]:
+        """Return the tokens that the next step would return first: those generated during a weight
+        update or a suspension."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
     @property
     def is_drained(self) -> bool:
         """Whether no request has started and is unfinished."""
         return not self.scheduler.has_started and not self._in_flight
+
+    def is_every_rank_drained(self) -> bool:
+        """Return whether `is_drained` holds on all ranks that share experts. Collective."""
+        return not self.runner.is_any_rank_busy(not self.is_drained)
 
     def _finish_requests(self) -> None:
         """Execute steps until the requests that have started are finished, on all ranks that share
         experts."""
         self.scheduler.holds_new = True
         try:
-            while self.runner.is_any_rank_busy(not self.is_drained):
+            while not self.is_every_rank_drained():
                 self._outputs = self.step()
         finally:
             self.scheduler.holds_new = False
@@ -414,7 +424,7 @@ class InferenceEngine:
         An error fails the requests whose rows caused it, or all of the step if it is not known
         which; the others continue.
         """
-        outputs, self._outputs = self._outputs, []
+        outputs = self.take_outputs()
         outputs += self._expire()
         if self.is_suspended:
             return outputs

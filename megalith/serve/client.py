@@ -99,7 +99,9 @@ class EngineClient:
         self._adapter_paths: dict[str, str | None] = {}
         """Folders of the adapters that were loaded since the start; None: an adapter of the start
         that was unloaded."""
-        self._adapter_lock = asyncio.Lock()
+        self._weights_path: str | None = None
+        """Folder of the last weight update; None: all processes have those of their start."""
+        self._model_lock = asyncio.Lock()
         self._states = ReplicaStates(self)
         self._changed = asyncio.Event()
         """Set, and replaced, when a request ends, or a replica is ready or fails."""
@@ -297,7 +299,7 @@ class EngineClient:
         timeout_s: float | None = 60.0,
     ) -> list[dict[str, Any]]:
         """Call a command of all replicas and return their results. Replicas that are restarted
-        later get the adapters, and are paused or suspended, as the others.
+        later get the weights and adapters, and are paused or suspended, as the others.
 
         Raises:
             ApiError: 409, the state of the engine does not allow the command; 503, no replica is
@@ -305,8 +307,10 @@ class EngineClient:
         """
         self.check_available()
         arguments = arguments or {}
-        if command in ("load_adapter", "unload_adapter"):
-            async with self._adapter_lock:
+        if command in ("load_adapter", "unload_adapter", "update_weights"):
+            async with self._model_lock:
+                if command == "update_weights":
+                    return await self._update_weights(arguments, timeout_s)
                 return await self._change_adapter(command, arguments, timeout_s)
         if command in STATE_COMMANDS:
             return await self._states.change(command, arguments, timeout_s=timeout_s)
@@ -379,32 +383,93 @@ class EngineClient:
     async def _change_adapter(
         self, command: str, arguments: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
-        """Load or unload an adapter on all replicas, also on those that register in between. If it
-        fails on one, the others get the previous adapter of the name again.
+        """Load or unload an adapter on all replicas. If it fails on one, the others get the
+        previous adapter of the name again.
 
         Raises:
             ApiError: see `call_replicas`.
         """
         name = arguments["lora_name"]
+
+        def undo(replica: int) -> None:
+            self._send_adapter(replica, name, self._find_adapter_path(name))
+
+        results = await self._change_model(command, arguments, timeout_s, undo=undo)
+        self._record_adapter(name, arguments.get("lora_path"), results[0])
+        return results
+
+    async def _update_weights(
+        self, arguments: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        """Update the weights of all replicas. If it fails on one, the others get the previous ones
+        again.
+
+        Raises:
+            ApiError: see `call_replicas`.
+        """
+        results = await self._change_model(
+            "update_weights", arguments, timeout_s, undo=self._send_weights
+        )
+        self._weights_path = arguments["path"]
+        for replica in self._list_dp_rank_0():
+            self.record_difference(replica, "weights", differs=False)
+        return results
+
+    def _send_weights(self, replica: int) -> None:
+        """Send the command to load the weights that all replicas should have. If it fails, the
+        replica gets no new requests."""
+        path, process = self._weights_path, self._identities[replica]
+        if path is None:
+            assert self.info is not None, "the replica has loaded it"
+            path = self.info.path
+
+        def check(result: "asyncio.Future[Answer]") -> None:
+            answer = None if result.cancelled() else result.result()
+            if answer is None or self._identities.get(replica) != process:
+                return
+            if "error" in answer:
+                _logger.error(
+                    "replica %d has other weights than the others, and gets no new requests until "
+                    "it is restarted or a later update succeeds: %s",
+                    replica,
+                    answer["error"],
+                )
+            self.record_difference(replica, "weights", differs="error" in answer)
+
+        arguments = {"path": path, "mode": "recompute"}
+        self.send_command(replica, "update_weights", arguments).add_done_callback(check)
+
+    async def _change_model(
+        self,
+        command: str,
+        arguments: dict[str, Any],
+        timeout_s: float | None,
+        *,
+        undo: Callable[[int], None],
+    ) -> list[dict[str, Any]]:
+        """Call a command of all replicas, also of those that register in between. If it fails on
+        one, or the caller is canceled, `undo` is called for the others.
+
+        Raises:
+            ApiError: see `call_replicas`.
+        """
         answers: dict[bytes, Answer] = {}
         """By process."""
         try:
             while new := [
-                each for each in self.router.replicas if self._identities[each] not in answers
+                each for each in self._list_dp_rank_0() if self._identities[each] not in answers
             ]:
                 processes = {each: self._identities[each] for each in new}
                 answers |= dict.fromkeys(processes.values())
                 results = await self._call(new, command, arguments, timeout_s=timeout_s)
                 answers |= {processes[each]: result for each, result in results.items()}
-            checked = self.check_answers(answers.values())
-        except BaseException:  # also if the client disconnects
-            for replica in self.router.replicas:
+            return self.check_answers(answers.values())
+        except BaseException:
+            for replica in self._list_dp_rank_0():
                 process = self._identities[replica]
                 if process in answers and "error" not in (answers[process] or {}):
-                    self._send_adapter(replica, name, self._find_adapter_path(name))
+                    undo(replica)
             raise
-        self._record_adapter(name, arguments.get("lora_path"), checked[0])
-        return checked
 
     def send_command(
         self, replica: int, command: str, arguments: dict[str, Any]
@@ -490,16 +555,16 @@ class EngineClient:
         """Return DP rank 0 of each group that is ready."""
         return [each for each in self.router.replicas if self._find_dp_rank(each) == 0]
 
-    def is_excluded(self, first: int) -> bool:
-        """Return whether a group gets no new requests because its state differs; `first`: its DP
-        rank 0."""
-        return self.router.replicas[first].is_excluded
-
-    def exclude(self, first: int, *, is_excluded: bool) -> None:
-        """Give no new requests to a group, or give it requests again."""
-        for each in self.find_group(first):
-            self.router.replicas[each].is_excluded = is_excluded
+    def record_difference(self, replica: int, what: str, *, differs: bool) -> bool:
+        """Record whether something of a group of replicas, such as its state, differs from the
+        others. Such replicas get no new requests. Returns whether this has changed."""
+        has_changed = False
+        for each in self.find_group(replica):
+            differences = self.router.replicas[each].differences
+            has_changed |= differs != (what in differences)
+            (differences.add if differs else differences.discard)(what)
         self.dispatch_waiting()
+        return has_changed
 
     def start_replica(self, replica: int) -> list[str]:
         """Return the identities of the replicas of a group, whose process is started; messages of
@@ -660,6 +725,8 @@ class EngineClient:
         self.loaded.add(replica)
         for each in self.find_group(replica):
             self.router.register(each, max_num_seqs=info.max_num_seqs)
+        if self._weights_path is not None:
+            self._send_weights(replica)
         for name, path in self._adapter_paths.items():
             self._send_adapter(replica, name, path)
         self._states.register(replica)

@@ -164,7 +164,7 @@ class EngineServer:
             self._receive()
             if self._can_step:
                 self._step()
-            if self._updates and self.engine.is_drained:
+            if self._updates and self.engine.is_every_rank_drained():
                 self._finish_updates()
             if self._drains and not self.engine.has_unfinished and not self._compiling:
                 for call in self._drains:
@@ -483,7 +483,7 @@ class EngineServer:
         state = self._state.suspend(Suspension(kv_cache, offload_weights))
         self.engine.suspend(kv_cache=kv_cache, offload_weights=offload_weights)
         self._state = state
-        self._send_outputs(self.engine.step())  # of steps that were in flight
+        self._send_outputs(self.engine.take_outputs())  # of steps that were in flight
         return {}
 
     def _wake_up(self) -> dict[str, Any]:
@@ -516,12 +516,13 @@ class EngineServer:
 
     def _update_weights(self, *, path: str, mode: UpdateMode) -> dict[str, Any]:
         is_suspended = self.engine.is_suspended  # the engine rejects the mode itself
-        if mode == "drain" and not self.engine.is_drained and not is_suspended:
+        if mode == "drain" and not is_suspended and not self.engine.is_every_rank_drained():
             raise ConfigError(
                 f"mode={mode}: the server is paused, so the requests in flight do not finish. Use "
                 "mode recompute or keep, or POST /resume first."
             )
         self.engine.update_weights(path, mode=mode)
+        self._send_outputs(self.engine.take_outputs())
         return {"weight_version": self.engine.weight_version}
 
     def _finish_updates(self) -> None:

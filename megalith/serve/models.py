@@ -212,7 +212,8 @@ async def unload_lora_adapter(state: ServerState, context: RequestContext) -> di
 
 
 async def update_weights(state: ServerState, context: RequestContext) -> dict[str, Any]:
-    """POST /update_weights: replace the weights by those in a folder of the server, on all ranks.
+    """POST /update_weights: replace the weights by those in a folder of the server, on all
+    replicas.
 
     Raises:
         ApiError: 404, the control endpoints are off; 400, the fields are invalid, or the weights
@@ -223,21 +224,8 @@ async def update_weights(state: ServerState, context: RequestContext) -> dict[st
     path = _read_text(context.body, "path", "runs/rl")
     mode = _read_text({"mode": "drain"} | context.body, "mode", "drain")
     arguments = {"path": path, "mode": mode}
-    if len(state.client.groups) == 1 < state.client.num_replicas:
-        raise invalid(
-            f"this server has {state.client.num_replicas} data-parallel ranks that share experts, "
-            "which cannot update their weights. Start it again with the new model.",
-            "path",
-        )
-    if state.client.num_replicas > 1:
-        raise invalid(
-            f"this server has {state.client.num_replicas} replicas, and one that is restarted "
-            "would have the old weights. Replace the files of the model, and restart the replicas "
-            "one after the other (POST /restart_replica).",
-            "path",
-        )
-    reply = await state.client.call("update_weights", arguments, timeout_s=None)
-    state.set_weights(path, reply["weight_version"])
+    await state.client.call("update_weights", arguments, timeout_s=None)
+    state.set_weights(path)
     return {"status": "ok", "weight_version": state.weight_version}
 
 

@@ -150,7 +150,7 @@ class ReplicaStates:
         return answer
 
     def _compare(self) -> None:
-        """Exclude the groups whose state differs from the target. A single group has no others: its
+        """Record which groups have another state than the target. A single group has no others: its
         state becomes the target."""
         if len(self._client.groups) == 1:
             for group in self._groups.values():
@@ -158,17 +158,15 @@ class ReplicaStates:
             return
         for first, group in self._groups.items():
             differs = group.state != self.target
-            if differs != self._client.is_excluded(first):
-                if differs:
-                    _logger.error(
-                        "replica %d is %s and not %s, as the others are; it gets no new requests "
-                        "until it is restarted or a later command succeeds: %s",
-                        first,
-                        group.state.name,
-                        self.target.name,
-                        group.error,
-                    )
-                self._client.exclude(first, is_excluded=differs)
+            if self._client.record_difference(first, "state", differs=differs) and differs:
+                _logger.error(
+                    "replica %d is %s and not %s, as the others are; it gets no new requests until "
+                    "it is restarted or a later command succeeds: %s",
+                    first,
+                    group.state.name,
+                    self.target.name,
+                    group.error,
+                )
 
 
 def change_state(state: EngineState, command: str, arguments: Mapping[str, Any]) -> EngineState:

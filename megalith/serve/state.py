@@ -44,10 +44,10 @@ class ServerState:
         for name, path in info.adapters.items():
             self.add_adapter(name, path)
 
-    def set_weights(self, path: str, version: int) -> None:
-        """Record the folder and the version of the present weights."""
+    def set_weights(self, path: str) -> None:
+        """Record an update of the weights from a folder."""
         assert self.model is not None, "its weights were updated"
-        self.weight_version = version
+        self.weight_version += 1
         self.model = replace(self.model, info=replace(self.model.info, path=path))
 
     def add_adapter(self, name: str, path: str) -> None:

@@ -193,12 +193,32 @@ def test_invalid_replica_is_reported(replicas: Server) -> None:
         response = replicas.post("/restart_replica", {"replica": replica})
         assert response.status_code == 400
         assert "the replicas are 0 to 1. Use one" in response.json()["error"]["message"]
-    response = replicas.post("/update_weights", {"path": "runs/new"})
-    assert response.status_code == 400
-    assert (
-        "this server has 2 replicas, and one that is restarted would have the old weights"
-        in (response.json()["error"]["message"])
-    )
+
+
+@pytest.mark.slow
+def test_replica_that_is_restarted_has_the_updated_weights(
+    replicas: Server, run: Path, new_run: Path
+) -> None:
+    wait_for_replicas(replicas, 2)
+    body = make_bodies(1)[0]
+
+    def complete() -> list[str]:
+        choices = replicas.post("/v1/completions", body).raise_for_status().json()["choices"]
+        return [choice["text"] for choice in choices]
+
+    old = complete()
+    update = {"path": str(new_run), "mode": "recompute"}
+    version = replicas.post("/update_weights", update).raise_for_status().json()["weight_version"]
+    absent = {"path": str(new_run / "absent")}
+    assert replicas.post("/update_weights", absent).status_code == 400
+    os.kill(children(replicas.process.pid)[0], signal.SIGKILL)
+    wait_for_replicas(replicas, 1)
+    wait_for_replicas(replicas, 2)
+    new = [complete() for _ in range(4)]  # on both replicas
+    assert new == [new[0]] * 4 and new[0] != old
+    update = {"path": str(run), "mode": "recompute"}
+    restored = replicas.post("/update_weights", update).raise_for_status().json()
+    assert restored["weight_version"] == version + 1 and complete() == old
 
 
 @pytest.mark.slow

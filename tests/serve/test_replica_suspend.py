@@ -119,7 +119,7 @@ def test_restarted_replica_that_cannot_be_suspended_gets_no_requests(
         client.handle_replica_failure(1)
         engine = await cluster.start(1)
         assert (await engine.answer(FAILED)).command == "suspend"
-        await wait_until(lambda: client.router.replicas[1].is_excluded)
+        await wait_until(lambda: client.router.replicas[1].differences == {"state"})
         text = (
             "replica 1 is running and not suspended, as the others are; it gets no new requests "
             "until it is restarted or a later command succeeds: no memory"
@@ -130,7 +130,7 @@ def test_restarted_replica_that_cannot_be_suspended_gets_no_requests(
                 await cluster.engines[0].receive_request()
             await cluster.engines[0].receive()  # it is aborted
         await call_all(cluster, "suspend")
-        assert not client.router.replicas[1].is_excluded
+        assert not client.router.replicas[1].differences
 
     run_cluster(test)
 
@@ -146,12 +146,13 @@ def test_replica_whose_state_could_not_be_restored_gets_requests_after_a_later_c
         with pytest.raises(ApiError, match="no memory"):
             await call
         assert client.state.name == "running" and "replica 0 is suspended and not" in caplog.text
-        assert client.router.replicas[0].is_excluded and not client.router.replicas[1].is_excluded
+        differences = [state.differences for state in client.router.replicas.values()]
+        assert differences == [{"state"}, set()]
         resume = asyncio.create_task(client.call("resume"))
         assert (await second.answer({})).command == "resume"
         assert [(await first.answer({})).command for _ in range(2)] == ["wake_up", "resume"]
         await resume
-        assert not client.router.replicas[0].is_excluded
+        assert not client.router.replicas[0].differences
 
     run_cluster(test)
 

@@ -346,6 +346,7 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
         assert await call("stats", [{"a": 1}, {"a": 2}]) == [{"a": 1}, {"a": 2}]
         loaded = {"fingerprint": b"f" * 32}
         await call("load_adapter", [loaded, loaded], lora_name="sql", lora_path="folder")
+        await call("update_weights", [{}, {}], path="new", mode="drain")
         await call("unload_adapter", [{}, {}], lora_name="de")
         await call("load_adapter", [loaded, loaded], lora_name="fr", lora_path="folder")
         await call("unload_adapter", [{}, {}], lora_name="fr")
@@ -359,8 +360,9 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
         client.handle_replica_failure(1)  # it does not answer
         assert await stats == [{"a": 1}]
         engine = await cluster.start(1)
-        restored = [await engine.answer({}) for _ in range(3)]
+        restored = [await engine.answer({}) for _ in range(4)]
         assert [(each.command, each.arguments) for each in restored] == [
+            ("update_weights", {"path": "new", "mode": "recompute"}),
             ("load_adapter", {"lora_name": "sql", "lora_path": "folder"}),
             ("unload_adapter", {"lora_name": "de"}),
             ("pause", {}),

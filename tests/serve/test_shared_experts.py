@@ -26,6 +26,14 @@ def moe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def new_moe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of this model with other weights."""
+    return make_run(
+        tmp_path_factory.mktemp("experts") / "new", replace(CONFIG, moe=EXPERTS), seed=9
+    )
+
+
+@pytest.fixture(scope="module")
 def sharing(moe_run: Path) -> Iterator[Server]:
     """A server with two data-parallel ranks that share experts."""
     layout = ("--nproc", "2", "--parallel.dp", "2", "--parallel.dp_replicate", "1")
@@ -102,14 +110,35 @@ def test_both_ranks_are_paused_and_suspended(
         assert stream.text == texts(choices)
 
 
-def test_commands_that_need_several_copies_of_the_model_are_rejected(sharing: Server) -> None:
+@pytest.mark.parametrize("mode", ["drain", pytest.param("recompute", marks=pytest.mark.slow)])
+def test_weights_of_both_ranks_are_updated(
+    mode: str,
+    sharing: Server,
+    moe_run: Path,
+    new_moe_run: Path,
+    expected: list[list[dict[str, Any]]],
+) -> None:
+    bodies = make_bodies(6)
+    streams = [Stream(sharing, body) for body in bodies[:3]]
+    for stream in streams:
+        assert stream.has_started.wait(30)
+    update = {"path": str(new_moe_run), "mode": mode}
+    sharing.post("/update_weights", update).raise_for_status()
+    changed = [texts(complete(sharing, body)) for body in bodies[3:]]
+    assert all(text != texts(other) for text, other in zip(changed, expected[3:], strict=True))
+    for stream, choices in zip(streams, expected, strict=False):
+        stream.finish()
+        assert (stream.text == texts(choices)) == (mode == "drain")
+    absent = sharing.post("/update_weights", {"path": "runs/absent", "mode": mode})
+    assert absent.status_code == 400
+    sharing.post("/update_weights", {"path": str(moe_run), "mode": mode}).raise_for_status()
+    again = [texts(complete(sharing, body)) for body in bodies[3:]]
+    assert again == [texts(choices) for choices in expected[3:]]
+
+
+def test_commands_that_need_several_engines_are_rejected(sharing: Server) -> None:
     for path, body, text in (
         ("/restart_replica", {"replica": 1}, "this server has one engine. Start it"),
-        (
-            "/update_weights",
-            {"path": "runs/new"},
-            "this server has 2 data-parallel ranks that share experts, which cannot update",
-        ),
         (
             "/v1/load_lora_adapter",
             {"lora_name": "a", "lora_path": "b"},

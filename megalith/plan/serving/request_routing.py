@@ -53,8 +53,8 @@ class ReplicaState:
     is_draining: bool = False
     """Whether it gets no new requests, because it ends when those that it has are finished."""
 
-    is_excluded: bool = False
-    """Whether it gets no new requests, because its state differs from that of the others."""
+    differences: set[str] = field(default_factory=set)
+    """What differs from other replicas, such as its weights; it gets no new requests then."""
 
     @property
     def load(self) -> int:
@@ -140,7 +140,7 @@ class RequestRouter:
         accepting = {
             index: state
             for index, state in self.replicas.items()
-            if not (state.is_draining or state.is_excluded)
+            if not (state.is_draining or state.differences)
         }
         if not accepting:
             return {}

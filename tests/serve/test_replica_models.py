@@ -1,12 +1,13 @@
-"""Requests with an adapter that another replica continues."""
+"""Adapters and weight updates of replicas with fake engines."""
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megalith.serve.errors import ApiError
-from megalith.serve.protocol import RequestRejected
+from megalith.serve.protocol import AbortRequest, RequestRejected
 from tests.serve.test_replicas import Cluster, prompt_request, read, run_cluster, wait_until
 
 
@@ -61,5 +62,42 @@ def test_hash_is_that_of_the_weights_that_generated_the_first_tokens() -> None:
             client.handle_replica_failure(0)
             again = await cluster.engines[1].receive_request()
             assert again.adapter_fingerprint == b"second"
+
+    run_cluster(test)
+
+
+def test_weights_that_one_replica_cannot_load_are_undone_on_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failed = {"error": "no such file", "status": 400}
+
+    async def test(cluster: Cluster) -> None:
+        client, first = cluster.client, cluster.engines[0]
+
+        async def update(path: str, *answers: dict[str, Any]) -> None:
+            arguments = {"path": path, "mode": "drain"}
+            call = asyncio.create_task(client.call("update_weights", arguments))
+            for engine, answer in zip(cluster.engines.values(), answers, strict=True):
+                message = await engine.answer(answer)
+                assert (message.command, message.arguments) == ("update_weights", arguments)
+            await call
+
+        for previous in ("m", "new"):  # at the start, and after an update
+            with pytest.raises(ApiError, match="no such file"):
+                await update("other", {}, failed)
+            message = await first.answer({})
+            assert message.arguments == {"path": previous, "mode": "recompute"}
+            await update("new", {}, {})
+        client.handle_replica_failure(1)
+        restarted = await cluster.start(1)
+        assert (await restarted.answer(failed)).arguments["path"] == "new"
+        await wait_until(lambda: client.router.replicas[1].differences == {"weights"})
+        assert "replica 1 has other weights than the others, and gets no new requ" in caplog.text
+        for number in range(3):
+            async with client.generate([prompt_request()], uid=str(number)):
+                await first.receive_request()
+            assert isinstance(await first.receive(), AbortRequest)
+        await update("new", {}, {})
+        assert not client.router.replicas[1].differences
 
     run_cluster(test)
