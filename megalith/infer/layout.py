@@ -161,11 +161,6 @@ def inference_layout_problems(
             f"parallel.pp={parallel.pp} is more than model.num_layers={model.num_layers}: every "
             f"stage has a layer. Set parallel.pp to at most {model.num_layers}."
         )
-    if parallel.sp and model.mla is not None:
-        problems.append(
-            "parallel.sp=true with model.mla: every rank caches the latent vectors of all tokens. "
-            "Set parallel.sp to false; parallel.dp divides the sequences among ranks."
-        )
     copies = parallel.dp_replicate or parallel.dp
     num_experts = 0 if model.moe is None else model.moe.num_experts
     num_ranks = ranks // (parallel.pp * copies)  # of a stage

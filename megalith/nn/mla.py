@@ -27,7 +27,7 @@ from megalith.nn.lora import HeadsFn, pass_inputs_to_adapter_dropout
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import Init
+from megalith.parallel.tensor import ColumnParallelLinear, Init
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
@@ -39,7 +39,7 @@ class LatentInputs(NamedTuple):
     """[t, n, nope_dim + rope_dim]: queries; the last features are rotated."""
 
     latent: Tensor
-    """[t_kv, r]: the latent vectors; in training in the layout of `tp_comm`."""
+    """[t_kv, r]: the latent vectors; without a KV cache in the layout of `tp_comm`."""
 
     k_rotated: Tensor
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
@@ -56,9 +56,17 @@ def expanded(
     parts: LatentInputs,
     seq_params: PackedSeqParams,
     options: AttendOptions,
+    *,
+    is_cached: bool = False,
 ) -> Tensor:
-    """Compute attention with keys and values of each head, projected from the latent vectors."""
-    kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
+    """Compute attention with keys and values of each head, projected from the latent vectors;
+    `is_cached`: they are those of all tokens, from a KV cache."""
+    project: Callable[[Tensor], Tensor] = layer.kv_up
+    if is_cached and isinstance(
+        layer.kv_up, ColumnParallelLinear
+    ):  # else all ranks have all tokens
+        project = layer.kv_up.project_all_tokens
+    kv = project(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
     k = torch.cat([k_plain, parts.k_rotated.expand(-1, layer.num_heads, -1)], dim=-1)
     return layer.core(parts.q, k, v, seq_params, **options)
@@ -236,6 +244,7 @@ class LatentAttention(nn.Module):
         """Attention to cached tokens: [t, n, value_dim]. The cache stores the latent vector and the
         rotated key of each token."""
         q, latent, k_rotated = latent_inputs
+        latent = self.tp_comm.prepare_input(latent)
         rows = torch.cat([latent.unsqueeze(1), k_rotated], dim=-1)
         rank = self.sizes.kv_rank
         if self.reading(self.sizes, seq_params.lengths) == "absorbed":
@@ -245,7 +254,8 @@ class LatentAttention(nn.Module):
             return project_values(self, attended_latent)
         rows = cache.read(rows, value_size=rank)
         latent, k_rotated = rows[:, 0, :rank], rows[..., rank:]
-        return expanded(self, LatentInputs(q, latent, k_rotated), seq_params, options)
+        latent_inputs = LatentInputs(q, latent, k_rotated)
+        return expanded(self, latent_inputs, seq_params, options, is_cached=True)
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:

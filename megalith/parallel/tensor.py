@@ -252,9 +252,18 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
+        return self._add_biases(self.tp_comm.prepare_input(x, self._matmul()))
+
+    def project_all_tokens(self, x: Tensor) -> Tensor:
+        """x [t, i] of all tokens, such as those of a KV cache, whatever the layout of `tp_comm` ->
+        [t, f_tp]. Backward does not sum dx."""
+        return self._add_biases(self._matmul()(x))
+
+    def _matmul(self) -> WeightMatmul:
         weights = self.accumulated_parameters()
-        matmul = WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)
-        y = self.tp_comm.prepare_input(x, matmul)
+        return WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)
+
+    def _add_biases(self, y: Tensor) -> Tensor:
         if self.bias_names:
             y = y + torch.cat([getattr(self, name) for name in self.bias_names])
         return y

@@ -37,6 +37,9 @@ from tests.parallel.multicast import simulate_multicast
 
 CPU = torch.device("cpu")
 EXPERTS = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7, capacity=CapacityConfig())
+LATENT = MLAConfig(
+    kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3
+)  # decode is absorbed, prefill not
 SETTINGS = PREEMPTING | {"num_blocks": 16, "speculation": "ngram"}
 
 
@@ -81,24 +84,33 @@ def run_rank(
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel", "moe", "kv_heads"),
+    ("world", "parallel", "changes"),
     [
-        (2, InferenceParallelConfig(sp=True), None, 2),
-        (2, InferenceParallelConfig(sp=True), EXPERTS, 2),
-        (2, InferenceParallelConfig(dp=2), EXPERTS, 2),
-        (4, InferenceParallelConfig(dp=2, pp=2), EXPERTS, 2),
-        (4, InferenceParallelConfig(dp=2, sp=True), EXPERTS, 1),  # with a sharded KV cache
-        (2, InferenceParallelConfig(dp=2), replace(EXPERTS, num_experts=5), 2),
+        (2, InferenceParallelConfig(sp=True), {}),
+        (2, InferenceParallelConfig(sp=True), {"moe": EXPERTS}),
+        (2, InferenceParallelConfig(sp=True), {"mla": LATENT, "num_kv_heads": 6}),
+        (
+            3,
+            InferenceParallelConfig(sp=True),
+            {"mla": replace(LATENT, q_rank=5), "num_kv_heads": 6, "ffn_hidden_size": 12},
+        ),
+        (2, InferenceParallelConfig(dp=2), {"moe": EXPERTS}),
+        (4, InferenceParallelConfig(dp=2, pp=2), {"moe": EXPERTS}),
+        (  # with a sharded KV cache
+            4,
+            InferenceParallelConfig(dp=2, sp=True),
+            {"moe": EXPERTS, "num_kv_heads": 1},
+        ),
+        (2, InferenceParallelConfig(dp=2), {"moe": replace(EXPERTS, num_experts=5)}),
     ],
 )
 def test_ranks_generate_the_tokens_of_one_process(
     world: int,
     parallel: InferenceParallelConfig,
-    moe: MoEConfig | None,
-    kv_heads: int,
+    changes: dict[str, Any],
     tiny: SimpleNamespace,
 ) -> None:
-    config = tiny.config(moe=moe, num_kv_heads=kv_heads)
+    config = tiny.config(**changes)
     model = tiny.model(config, dtype=torch.float64)
     expected = run(build(model), make_requests(world)[0])
     results = run_ranks(run_rank, world, config, tiny.model, parallel, world)
@@ -262,10 +274,6 @@ def test_settings_that_a_layout_does_not_support_are_reported(
     assert problem.startswith(message)
 
 
-def test_sequence_parallelism_is_rejected_for_mla(tiny: SimpleNamespace) -> None:
-    sizes = MLAConfig(kv_rank=6, nope_dim=4, rope_dim=2, value_dim=3)
-    config = tiny.config(mla=sizes, num_kv_heads=6)
-    (problem,) = inference_layout_problems(config, 2, InferenceParallelConfig(sp=True))
-    assert problem.startswith("parallel.sp=true with model.mla: every rank caches the latent")
-    (problem,) = inference_layout_problems(config, 2, InferenceParallelConfig(dp=0))
+def test_invalid_number_of_data_parallel_ranks_is_reported(tiny: SimpleNamespace) -> None:
+    (problem,) = inference_layout_problems(tiny.config(), 2, InferenceParallelConfig(dp=0))
     assert problem.startswith("parallel.dp=0 must be at least 1")
