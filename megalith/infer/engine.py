@@ -319,6 +319,11 @@ class InferenceEngine:
         return outputs
 
     @property
+    def has_mixed_weights(self) -> bool:
+        """Whether a weight update failed in the middle, so that requests fail until the next."""
+        return self._updater.error is not None
+
+    @property
     def is_drained(self) -> bool:
         """Whether no request has started and is unfinished."""
         return not self.scheduler.has_started and not self._in_flight

@@ -62,9 +62,8 @@ def expanded(
     """Compute attention with keys and values of each head, projected from the latent vectors;
     `is_cached`: they are those of all tokens, from a KV cache."""
     project: Callable[[Tensor], Tensor] = layer.kv_up
-    if is_cached and isinstance(
-        layer.kv_up, ColumnParallelLinear
-    ):  # else all ranks have all tokens
+    # with adapters, all ranks have all tokens
+    if is_cached and isinstance(layer.kv_up, ColumnParallelLinear):
         project = layer.kv_up.project_all_tokens
     kv = project(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megalith.plan.keys import key
 from megalith.plan.serving.engine_state import EngineState
 from megalith.plan.serving.prefix_cache import compute_salt
-from megalith.plan.serving.request_routing import RequestRouter, compute_block_keys
+from megalith.plan.serving.request_routing import Difference, RequestRouter, compute_block_keys
 from megalith.serve.errors import ApiError
 from megalith.serve.generation import (
     Generation,
@@ -100,7 +100,10 @@ class EngineClient:
         """Folders of the adapters that were loaded since the start; None: an adapter of the start
         that was unloaded."""
         self._weights_path: str | None = None
-        """Folder of the last weight update; None: all processes have those of their start."""
+        """Checkpoint or folder of the last weight update; None: all processes have the weights of
+        their start."""
+        self.loading_weights: set[int] = set()
+        """Replicas that load the weights of the last update after their start."""
         self._model_lock = asyncio.Lock()
         self._states = ReplicaStates(self)
         self._changed = asyncio.Event()
@@ -407,17 +410,22 @@ class EngineClient:
         Raises:
             ApiError: see `call_replicas`.
         """
-        results = await self._change_model(
-            "update_weights", arguments, timeout_s, undo=self._send_weights
+        first = self._list_dp_rank_0()[:1]  # a run means its newest checkpoint: locate it once
+        located = await self._call(
+            first, "locate_weights", {"path": arguments["path"]}, timeout_s=60.0
         )
-        self._weights_path = arguments["path"]
+        path = self.check_answers(located.values())[0]["path"]
+        results = await self._change_model(
+            "update_weights", arguments | {"path": path}, timeout_s, undo=self._send_weights
+        )
+        self._weights_path = path
         for replica in self._list_dp_rank_0():
             self.record_difference(replica, "weights", differs=False)
         return results
 
     def _send_weights(self, replica: int) -> None:
-        """Send the command to load the weights that all replicas should have. If it fails, the
-        replica gets no new requests."""
+        """Send the command to load the weights that all replicas should have. The replica gets no
+        new requests until it has loaded them."""
         path, process = self._weights_path, self._identities[replica]
         if path is None:
             assert self.info is not None, "the replica has loaded it"
@@ -427,15 +435,19 @@ class EngineClient:
             answer = None if result.cancelled() else result.result()
             if answer is None or self._identities.get(replica) != process:
                 return
+            self.loading_weights.discard(replica)
             if "error" in answer:
                 _logger.error(
-                    "replica %d has other weights than the others, and gets no new requests until "
-                    "it is restarted or a later update succeeds: %s",
+                    "the weights of replica %d differ from those of the other replicas; it gets no "
+                    "new requests until it is restarted or a later update succeeds: %s",
                     replica,
                     answer["error"],
                 )
             self.record_difference(replica, "weights", differs="error" in answer)
+            self._notify()
 
+        self.loading_weights.add(replica)
+        self.record_difference(replica, "weights", differs=True)
         arguments = {"path": path, "mode": "recompute"}
         self.send_command(replica, "update_weights", arguments).add_done_callback(check)
 
@@ -448,7 +460,8 @@ class EngineClient:
         undo: Callable[[int], None],
     ) -> list[dict[str, Any]]:
         """Call a command of all replicas, also of those that register in between. If it fails on
-        one, or the caller is canceled, `undo` is called for the others.
+        one, or the caller is canceled, `undo` is called for the others, and for those that have
+        only a part of the new weights.
 
         Raises:
             ApiError: see `call_replicas`.
@@ -467,7 +480,9 @@ class EngineClient:
         except BaseException:
             for replica in self._list_dp_rank_0():
                 process = self._identities[replica]
-                if process in answers and "error" not in (answers[process] or {}):
+                answer = answers.get(process) or {}
+                is_unchanged = "error" in answer and not answer.get("has_mixed_weights")
+                if process in answers and not is_unchanged:
                     undo(replica)
             raise
 
@@ -519,8 +534,8 @@ class EngineClient:
             ApiError: 503, the engine has ended.
             TimeoutError: they are not finished in time.
         """
+        self._states.drain()
         async with asyncio.timeout(timeout_s):
-            await self._states.drain()
             await self.wait_for(lambda: not self._requests)
         if self.failed is not None:
             raise self.failed
@@ -555,14 +570,17 @@ class EngineClient:
         """Return DP rank 0 of each group that is ready."""
         return [each for each in self.router.replicas if self._find_dp_rank(each) == 0]
 
-    def record_difference(self, replica: int, what: str, *, differs: bool) -> bool:
-        """Record whether something of a group of replicas, such as its state, differs from the
-        others. Such replicas get no new requests. Returns whether this has changed."""
+    def record_difference(self, replica: int, what: Difference, *, differs: bool) -> bool:
+        """Record whether a group of replicas differs from the others; it gets no new requests then.
+        Returns whether this has changed."""
         has_changed = False
         for each in self.find_group(replica):
             differences = self.router.replicas[each].differences
             has_changed |= differs != (what in differences)
-            (differences.add if differs else differences.discard)(what)
+            if differs:
+                differences.add(what)
+            else:
+                differences.discard(what)
         self.dispatch_waiting()
         return has_changed
 
@@ -582,6 +600,7 @@ class EngineClient:
         others."""
         group = self.find_group(replica)
         self._states.remove(group.start)
+        self.loading_weights.discard(group.start)
         for each in group:
             self._identities.pop(each, None)
             self._num_unanswered.pop(each, None)
@@ -726,9 +745,12 @@ class EngineClient:
         for each in self.find_group(replica):
             self.router.register(each, max_num_seqs=info.max_num_seqs)
         if self._weights_path is not None:
+            for name in info.adapters:  # they belong to the weights of the start
+                self._send_adapter(replica, name, None)
             self._send_weights(replica)
         for name, path in self._adapter_paths.items():
-            self._send_adapter(replica, name, path)
+            if path is not None or self._weights_path is None:
+                self._send_adapter(replica, name, path)
         self._states.register(replica)
         if not self.ready.done():
             self.ready.set_result(info)
@@ -775,7 +797,7 @@ class EngineClient:
 def _log_error(result: "asyncio.Future[Answer]") -> None:
     """Log the error of a command for which nothing waits."""
     if not result.cancelled() and "error" in (result.result() or {}):
-        _logger.error("a replica has other adapters than the others: %s", result.result())
+        _logger.error("the adapters of a replica differ from the others: %s", result.result())
 
 
 class LoadError(Exception):

@@ -20,6 +20,7 @@ from megalith.config.generation import (
     sampling_problems,
 )
 from megalith.errors import ConfigError, UserError
+from megalith.hf.pretrained import locate_source
 from megalith.infer.adapters import (
     AdaptersInUseError,
     ReplacedAdapterError,
@@ -150,6 +151,7 @@ class EngineServer:
             "reset_prefix_cache": self._reset_prefix_cache,
             "load_adapter": self._load_adapter,
             "unload_adapter": self._unload_adapter,
+            "locate_weights": self._locate_weights,
             "update_weights": self._update_weights,
             "pause": self._pause,
             "resume": self._resume,
@@ -350,8 +352,12 @@ class EngineServer:
                 self._finish_suspension()
                 self._state = EngineState()  # the requests in flight finish
             case EngineCall(_, "update_weights", {"mode": "drain"}) if self._can_step:
+                self._cancel_updates()
                 self.engine.scheduler.holds_new = True
                 self._updates.append(message)
+            case EngineCall(_, "update_weights"):
+                self._cancel_updates()
+                self._reply(message, self._execute(message.command, message.arguments))
             case EngineCall(_, command, arguments) if command in self._commands:
                 self._reply(message, self._execute(command, arguments))
             case _:
@@ -447,7 +453,8 @@ class EngineServer:
         try:
             return self._commands[command](**arguments)
         except UserError as error:
-            return {"error": str(error), "status": find_status(error)}
+            reply = {"error": str(error), "status": find_status(error)}
+            return reply | {"has_mixed_weights": self.engine.has_mixed_weights}
         except Exception as error:  # the requests in flight continue
             _logger.exception("the command %s failed", command)
             return {"error": f"internal error in {command}: {type(error).__name__}", "status": 500}
@@ -481,9 +488,11 @@ class EngineServer:
         if self._is_draining:
             raise InvalidStateError("suspend: the server is shutting down, and finishes requests.")
         state = self._state.suspend(Suspension(kv_cache, offload_weights))
-        self.engine.suspend(kv_cache=kv_cache, offload_weights=offload_weights)
+        try:
+            self.engine.suspend(kv_cache=kv_cache, offload_weights=offload_weights)
+        finally:
+            self._send_outputs(self.engine.take_outputs())  # of steps that were in flight
         self._state = state
-        self._send_outputs(self.engine.take_outputs())  # of steps that were in flight
         return {}
 
     def _wake_up(self) -> dict[str, Any]:
@@ -521,9 +530,22 @@ class EngineServer:
                 f"mode={mode}: the server is paused, so the requests in flight do not finish. Use "
                 "mode recompute or keep, or POST /resume first."
             )
-        self.engine.update_weights(path, mode=mode)
-        self._send_outputs(self.engine.take_outputs())
+        try:
+            self.engine.update_weights(path, mode=mode)
+        finally:
+            self._send_outputs(self.engine.take_outputs())
         return {"weight_version": self.engine.weight_version}
+
+    def _locate_weights(self, *, path: str) -> dict[str, Any]:
+        return {"path": str(locate_source(path).absolute())}
+
+    def _cancel_updates(self) -> None:
+        """End the weight updates that wait for requests in flight, because of a later update."""
+        for call in self._updates:
+            text = "update_weights: a later update replaces this one, which had not started."
+            self._reply(call, {"error": text, "status": 409})
+        self._updates = []
+        self.engine.scheduler.holds_new = False
 
     def _finish_updates(self) -> None:
         """Make the weight updates that waited for requests in flight, and answer them."""

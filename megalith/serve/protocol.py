@@ -77,8 +77,8 @@ class EngineCall:
 
     call_id: int
     command: str
-    """reset_prefix_cache, load_adapter, unload_adapter, update_weights, stats, metrics,
-    list_blocks, pause, resume, suspend, wake_up, drain or shutdown."""
+    """reset_prefix_cache, load_adapter, unload_adapter, locate_weights, update_weights, stats,
+    metrics, list_blocks, pause, resume, suspend, wake_up, drain or shutdown."""
 
     arguments: dict[str, Any] = field(default_factory=dict)  # JSON
     dp_rank: int = 0
@@ -94,7 +94,7 @@ class Reply:
 
     call_id: int
     result: dict[str, Any]  # JSON
-    """With `error`, a message, and `status`, an HTTP status code, if it failed."""
+    """If it failed: `error`, a message, and `status`, an HTTP status code."""
 
 
 @dataclass(frozen=True, slots=True)

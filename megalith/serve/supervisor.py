@@ -106,6 +106,7 @@ class EngineSupervisor:
             lambda: (
                 self._processes[first] is not process
                 and (first in client.router.replicas or first in client.load_errors)
+                and first not in client.loading_weights
             )
         )
         if first in client.load_errors:
@@ -113,6 +114,14 @@ class EngineSupervisor:
                 500,
                 f"replica={replica} cannot load the model: {client.load_errors[first]} It is "
                 "tried again; the other replicas have the requests.",
+                "replica",
+            )
+
+        if "weights" in client.router.replicas[first].differences:
+            raise ApiError(
+                500,
+                f"replica={replica} cannot load the weights of the last update; the log has the "
+                "reason. Send POST /update_weights again.",
                 "replica",
             )
 

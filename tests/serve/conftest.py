@@ -1,11 +1,14 @@
 """One server for all tests of a process, and the same model without a server."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megalith.config.serve import CacheConfig, EngineConfig
 from megalith.infer.llm import LLM
+from tests.serve.peers import Peer
 from tests.serve.servers import Server, make_run, running_server
 
 
@@ -33,3 +36,13 @@ def llm(run: Path) -> LLM:
 def new_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the same model with other weights."""
     return make_run(tmp_path_factory.mktemp("serve") / "new", seed=2)
+
+
+@pytest.fixture
+def peer(run: Path) -> Iterator[Peer]:
+    """An engine's loop on a thread."""
+    config = EngineConfig(cache=CacheConfig(num_blocks=40))
+    with tempfile.TemporaryDirectory() as folder:  # the path of a socket is short
+        peer = Peer(Path(folder), LLM(run, config=config))
+        yield peer
+        peer.close()

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 import msgpack
 import pytest
-import zmq
 
 from megalith.config.generation import SamplingParams, StructuredOutputsParams
 from megalith.config.serve import CacheConfig, EngineConfig, SpeculationConfig
@@ -36,7 +33,6 @@ from megalith.serve.batch import read_batch
 from megalith.serve.benchmark import BenchmarkWorkload, RequestTimes, summarize
 from megalith.serve.choices import iterate_deltas, run_if_large
 from megalith.serve.engine_process import count_prompt_characters
-from megalith.serve.engine_server import EngineServer
 from megalith.serve.errors import ApiError
 from megalith.serve.generation import Generation
 from megalith.serve.metrics import AccessLog, EngineMetrics, HttpMetrics
@@ -51,7 +47,6 @@ from megalith.serve.protocol import (
     Heartbeat,
     LoadFailed,
     Message,
-    PromptResult,
     ProtocolError,
     Ready,
     Reply,
@@ -62,6 +57,7 @@ from megalith.serve.protocol import (
 from megalith.serve.sampling_fields import read_params
 from megalith.serve.server import open_listener
 from megalith.serve.state import RequestContext, ServerState
+from tests.serve.peers import Peer, request
 from tests.serve.servers import ROOT
 
 MESSAGES: tuple[Message, ...] = (
@@ -112,70 +108,6 @@ BAD_FRAMES = (
 def test_malformed_frame_is_a_protocol_error(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         Codec().decode(frame)
-
-
-class Peer:
-    """The other end of an engine's socket."""
-
-    def __init__(self, folder: Path, llm: LLM, *, reports_cache: bool = False) -> None:
-        address = transport.socket_address(folder)
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
-        self.socket.bind(address)
-        self.codec = Codec()
-        engine_socket = transport.connect_engine_socket(address, "0")
-        metrics = EngineMetrics("tiny", AccessLog(log_prompts=False))
-        self.server = EngineServer(llm.engine, engine_socket, metrics, reports_cache=reports_cache)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-
-    def send(self, message: Message) -> None:
-        self.socket.send(self.codec.encode(message))
-
-    def receive(self) -> Message:
-        return self.codec.decode(self.socket.recv())
-
-    def call(self, call_id: int, command: str) -> dict[str, Any]:
-        """The result of a command."""
-        self.send(EngineCall(call_id, command))
-        message = self.receive()
-        assert isinstance(message, Reply) and message.call_id == call_id
-        return message.result
-
-    def read_request(self) -> tuple[PromptResult, list[TokenUpdate]]:
-        """All outputs of the next request."""
-        prompt, updates = None, list[TokenUpdate]()
-        while not updates or updates[-1].finish_reason is None:
-            message = self.receive()
-            assert isinstance(message, StepOutputs)
-            prompt = PromptResult(*message.prompts[0]) if message.prompts else prompt
-            updates += [TokenUpdate(*item) for item in message.updates]
-        assert prompt is not None
-        return prompt, updates
-
-    def close(self) -> None:
-        """End the loop."""
-        self.send(EngineCall(99, "shutdown"))
-        self.thread.join(10)
-        self.socket.close()
-        self.context.term()
-
-
-@pytest.fixture
-def peer(run: Path) -> Iterator[Peer]:
-    """An engine's loop on a thread."""
-    config = EngineConfig(cache=CacheConfig(num_blocks=40))
-    with tempfile.TemporaryDirectory() as folder:  # the path of a socket is short
-        peer = Peer(Path(folder), LLM(run, config=config))
-        yield peer
-        peer.close()
-
-
-def request(number: int, **params: Any) -> AddRequest:
-    """A request of a few tokens."""
-    plain = SamplingParams(max_new_tokens=3, seed=1, ignore_eos=True).to_dict()
-    return AddRequest(number, f"uid-{number}", [1, 2, 3], plain | params, time.monotonic(), None)
 
 
 def test_loop_drops_malformed_frames_and_answers_commands(peer: Peer) -> None:
@@ -293,53 +225,6 @@ def test_replica_reports_the_blocks_of_its_prefix_cache(run: Path) -> None:
         assert isinstance(message, StepOutputs) and message.cache is not None
         assert set(CacheReport(*message.cache).removed) == stored
         peer.close()
-
-
-def test_requests_that_arrive_during_a_drained_update_start_after_it(
-    peer: Peer, new_run: Path
-) -> None:
-    peer.send(request(1, max_new_tokens=40))
-    assert isinstance(peer.receive(), StepOutputs)
-    peer.send(EngineCall(2, "update_weights", {"path": str(new_run), "mode": "drain"}))
-    peer.send(request(3))
-    order: list[object] = []
-    while len(order) < 42 + 1:
-        message = peer.receive()
-        if isinstance(message, StepOutputs):
-            order += [TokenUpdate(*item).request_id for item in message.updates]
-        else:
-            order.append(message)
-    assert order == [1] * 39 + [Reply(2, {"weight_version": 1})] + [3] * 3
-
-
-def test_held_requests_start_after_an_update_that_failed(peer: Peer) -> None:
-    peer.send(request(1, max_new_tokens=40))
-    assert isinstance(peer.receive(), StepOutputs)
-    peer.send(EngineCall(2, "update_weights", {"path": "runs/absent", "mode": "drain"}))
-    peer.send(request(3))
-    message = peer.receive()
-    while not isinstance(message, Reply):
-        message = peer.receive()
-    assert message.result["status"] == 400 and "no such folder" in message.result["error"]
-    prompt, updates = peer.read_request()
-    assert prompt.request_id == 3 and len(updates) == 3
-
-
-def test_paused_engine_does_not_drain(peer: Peer, new_run: Path) -> None:
-    peer.send(request(1, max_new_tokens=200))
-    assert isinstance(peer.receive(), StepOutputs)
-    peer.send(EngineCall(2, "pause"))
-    for mode in ("drain", "keep"):
-        arguments = {"path": str(new_run), "mode": mode}
-        peer.send(EngineCall(3, "update_weights", arguments))
-    replies: list[dict[str, Any]] = []
-    while len(replies) < 3:
-        message = peer.receive()
-        if isinstance(message, Reply):
-            replies.append(message.result)
-    assert replies[1]["status"] == 400
-    assert "mode=drain: the server is paused, so the requests in flight" in replies[1]["error"]
-    assert replies[2] == {"weight_version": 1}
 
 
 def test_drain_of_a_suspended_engine_finishes_requests(peer: Peer) -> None:

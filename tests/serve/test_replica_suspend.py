@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megalith.serve.errors import ApiError
+from megalith.serve.protocol import EngineCall
 from megalith.serve.supervisor import EngineSupervisor
 from tests.serve.test_replicas import Cluster, prompt_request, run_cluster, wait_until
 
@@ -184,7 +185,6 @@ def test_commands_that_change_the_state_are_executed_one_after_another() -> None
         await asyncio.sleep(0)
         resume = asyncio.create_task(client.call("resume"))
         cancelled = asyncio.create_task(client.call("pause"))
-        drain = asyncio.create_task(client.drain(timeout_s=10))
         assert (await second.answer(FAILED)).command == "suspend"
         cancelled.cancel()
         assert [(await first.answer({})).command for _ in range(2)] == ["suspend", "wake_up"]
@@ -195,9 +195,61 @@ def test_commands_that_change_the_state_are_executed_one_after_another() -> None
         for engine in (first, second):
             assert (await engine.answer({})).command == "resume"
         await resume
-        for engine in (first, second):
-            assert (await engine.answer({})).command == "drain"
-        await drain
+
+    run_cluster(test)
+
+
+def test_shutdown_does_not_wait_for_commands() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, (first, second) = cluster.client, cluster.engines.values()
+        suspend = asyncio.create_task(client.call("suspend", OFFLOAD))
+        assert (await first.answer({})).command == "suspend"
+        await client.drain(timeout_s=10)
+        assert (await first.receive()) == EngineCall(2, "drain")
+        later = asyncio.create_task(client.call("pause"))
+        assert (await second.answer(FAILED)).command == "suspend"
+        assert (await second.receive()) == EngineCall(3, "drain")
+        with pytest.raises(ApiError, match="no memory"):
+            await suspend
+        with pytest.raises(ApiError, match="pause: the server is shutting down"):
+            await later
+        assert client.state.name == "running"
+
+    run_cluster(test)
+
+
+def test_weights_of_a_suspended_server_are_released_without_waking_it_up() -> None:
+    async def test(cluster: Cluster) -> None:
+        await call_all(cluster, "suspend")
+        more = {"kv_cache": "offload", "offload_weights": True}
+        call = asyncio.create_task(cluster.client.call("suspend", more))
+        for engine in cluster.engines.values():
+            message = await engine.answer({})
+            assert (message.command, message.arguments) == ("suspend", more)
+        await call
+        await call_all(cluster, "wake_up")
+
+    run_cluster(test)
+
+
+def test_replica_whose_suspension_fails_after_a_later_command_was_sent_differs() -> None:
+    async def test(cluster: Cluster) -> None:
+        client = cluster.client
+        await call_all(cluster, "suspend")
+        client.handle_replica_failure(1)
+        restarted = await cluster.start(1)
+        wake_up = asyncio.create_task(client.call("wake_up"))
+        assert (await cluster.engines[0].answer({})).command == "wake_up"
+        assert (await restarted.answer(FAILED)).command == "suspend"
+        assert (await restarted.answer({})).command == "wake_up"  # without effect
+        await wake_up
+        assert client.state.name == "paused"
+        assert client.router.replicas[1].differences == {"state"}  # it is running
+        resume = asyncio.create_task(client.call("resume"))
+        for engine in cluster.engines.values():
+            assert (await engine.answer({})).command == "resume"
+        await resume
+        assert not client.router.replicas[1].differences
 
     run_cluster(test)
 

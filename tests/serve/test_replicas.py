@@ -338,6 +338,10 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
 
         async def call(command: str, results: list[dict[str, Any]], **arguments: Any) -> Any:
             calls = asyncio.create_task(client.call_replicas(command, arguments))
+            if command == "update_weights":
+                message = await cluster.engines[0].answer({"path": "/new"})
+                assert (message.command, message.arguments) == ("locate_weights", {"path": "new"})
+                arguments["path"] = "/new"
             for replica, result in enumerate(results):
                 message = await cluster.engines[replica].answer(result)
                 assert (message.command, message.arguments) == (command, arguments)
@@ -362,96 +366,13 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
         engine = await cluster.start(1)
         restored = [await engine.answer({}) for _ in range(4)]
         assert [(each.command, each.arguments) for each in restored] == [
-            ("update_weights", {"path": "new", "mode": "recompute"}),
+            ("unload_adapter", {"lora_name": "de"}),  # before: it belongs to the old weights
+            ("update_weights", {"path": "/new", "mode": "recompute"}),
             ("load_adapter", {"lora_name": "sql", "lora_path": "folder"}),
-            ("unload_adapter", {"lora_name": "de"}),
             ("pause", {}),
         ]
         adapted = PromptRequest(PROMPT, SamplingParams(), adapter="sql")
         assert client._compute_block_keys(adapted) != client._compute_block_keys(prompt_request())
-
-    run_cluster(test)
-
-
-LOAD = {"lora_name": "sql", "lora_path": "new"}
-LOADED = {"fingerprint": b"f" * 32}
-
-
-@pytest.mark.parametrize(
-    "name, previous, undone",
-    [
-        ("sql", None, ("unload_adapter", {"lora_name": "sql"})),
-        ("sql", "old", ("load_adapter", {"lora_name": "sql", "lora_path": "old"})),
-        ("de", None, ("load_adapter", {"lora_name": "de", "lora_path": "german"})),
-    ],
-)
-def test_adapter_that_one_replica_cannot_load_is_undone_on_the_others(
-    name: str, previous: str | None, undone: tuple[str, dict[str, Any]]
-) -> None:
-    async def test(cluster: Cluster) -> None:
-        async def load(path: str, *answers: dict[str, Any]) -> None:
-            arguments = {"lora_name": name, "lora_path": path}
-            calls = asyncio.create_task(cluster.client.call("load_adapter", arguments))
-            for replica, answer in enumerate(answers):
-                await cluster.engines[replica].answer(answer)
-            await calls
-
-        if previous is not None:
-            await load(previous, LOADED, LOADED)
-        with pytest.raises(ApiError, match="all are in use") as raised:
-            await load("new", LOADED, {"error": "all are in use", "status": 429})
-        assert raised.value.status == 429
-        message = await cluster.engines[0].answer({})
-        assert (message.command, message.arguments) == undone
-        stats = asyncio.create_task(cluster.client.call_replicas("stats"))
-        for engine in cluster.engines.values():  # the replica that failed has nothing to undo
-            assert (await engine.answer({})).command == "stats"
-        await stats
-
-    run_cluster(test)
-
-
-def test_adapter_is_undone_on_a_replica_that_does_not_answer_in_time() -> None:
-    async def test(cluster: Cluster) -> None:
-        with pytest.raises(ApiError, match="does not answer within 0.01 s") as raised:
-            await cluster.client.call("unload_adapter", {"lora_name": "de"}, timeout_s=0.01)
-        assert raised.value.status == 503
-        for engine in cluster.engines.values():
-            assert (await engine.answer({})).command == "unload_adapter"
-            assert (await engine.answer(LOADED)).arguments["lora_path"] == "german"
-
-    run_cluster(test)
-
-
-def test_command_reaches_a_replica_that_gets_ready_while_it_is_executed() -> None:
-    async def test(cluster: Cluster) -> None:
-        client, first = cluster.client, cluster.engines[0]
-        for command, arguments in (
-            ("load_adapter", LOAD),
-            ("unload_adapter", {"lora_name": "sql"}),
-        ):
-            if command == "load_adapter":
-                client.handle_replica_failure(1)
-            call = asyncio.create_task(client.call(command, arguments))
-            message = await first.receive()
-            assert isinstance(message, EngineCall) and message.command == command
-            if command == "unload_adapter":  # it fails after it got the command
-                client.handle_replica_failure(1)
-            second = await cluster.start(1)
-            if command == "unload_adapter":
-                assert (await second.answer(LOADED)).command == "load_adapter"  # as it was
-            await first.send(Reply(message.call_id, LOADED))
-            again = await second.answer(LOADED)
-            assert (again.command, again.arguments) == (command, arguments)
-            await call
-        client.handle_replica_failure(1)
-        call = asyncio.create_task(client.call("pause"))
-        message = await first.receive()
-        assert isinstance(message, EngineCall) and message.command == "pause"
-        second = await cluster.start(1)
-        assert (await second.answer({})).command == "pause"
-        await first.send(Reply(message.call_id, {}))
-        await call
 
     run_cluster(test)
 

@@ -8,6 +8,7 @@ sequences to the one with the lowest load.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megalith.plan.serving.prefix_cache import (
     BlockHash,
@@ -27,6 +28,9 @@ of SGLang's router."""
 
 MAX_ROUTED_TOKENS = 16_384
 """First tokens of a prompt that are hashed (heuristic: 2 ms in the HTTP process)."""
+
+
+Difference = Literal["state", "weights"]
 
 
 @dataclass(slots=True)
@@ -53,8 +57,9 @@ class ReplicaState:
     is_draining: bool = False
     """Whether it gets no new requests, because it ends when those that it has are finished."""
 
-    differences: set[str] = field(default_factory=set)
-    """What differs from other replicas, such as its weights; it gets no new requests then."""
+    differences: set[Difference] = field(default_factory=set)
+    """What differs from other replicas. It gets no new requests then, unless the weights of all
+    replicas differ."""
 
     @property
     def load(self) -> int:
@@ -140,8 +145,10 @@ class RequestRouter:
         accepting = {
             index: state
             for index, state in self.replicas.items()
-            if not (state.is_draining or state.differences)
+            if not (state.is_draining or "state" in state.differences)
         }
+        equal = {index: state for index, state in accepting.items() if not state.differences}
+        accepting = equal or accepting
         if not accepting:
             return {}
         load = min(state.load for state in accepting.values())
