@@ -411,9 +411,7 @@ class EngineClient:
             ApiError: see `call_replicas`.
         """
         first = self._list_dp_rank_0()[:1]  # a run means its newest checkpoint: locate it once
-        located = await self._call(
-            first, "locate_weights", {"path": arguments["path"]}, timeout_s=60.0
-        )
+        located = await self._call(first, "locate_weights", arguments, timeout_s=60.0)
         path = self.check_answers(located.values())[0]["path"]
         results = await self._change_model(
             "update_weights", arguments | {"path": path}, timeout_s, undo=self._send_weights

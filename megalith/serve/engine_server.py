@@ -29,7 +29,7 @@ from megalith.infer.adapters import (
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.logprobs import TokenLogprobs
 from megalith.infer.outputs import RequestOutput, TokenOutput
-from megalith.infer.refit import UpdateMode
+from megalith.infer.refit import UpdateMode, check_update_mode
 from megalith.infer.requests import ChoiceProgress, deadline_error
 from megalith.infer.stopping_criteria import FinishReason
 from megalith.infer.structured_output import Grammar
@@ -536,7 +536,8 @@ class EngineServer:
             self._send_outputs(self.engine.take_outputs())
         return {"weight_version": self.engine.weight_version}
 
-    def _locate_weights(self, *, path: str) -> dict[str, Any]:
+    def _locate_weights(self, *, path: str, mode: UpdateMode) -> dict[str, Any]:
+        check_update_mode(mode)
         return {"path": str(locate_source(path).absolute())}
 
     def _cancel_updates(self) -> None:

@@ -168,7 +168,7 @@ async def start_update(
     arguments = {"path": path, "mode": "drain"}
     call = asyncio.create_task(cluster.client.call("update_weights", arguments))
     message = await cluster.engines[0].answer({"path": f"/{path}"})
-    assert (message.command, message.arguments) == ("locate_weights", {"path": path})
+    assert (message.command, message.arguments) == ("locate_weights", arguments)
     for engine, answer in zip(cluster.engines.values(), answers, strict=False):
         message = await engine.answer(answer)
         assert message.command == "update_weights"

@@ -340,7 +340,7 @@ def test_commands_reach_all_replicas_and_those_that_are_restarted() -> None:
             calls = asyncio.create_task(client.call_replicas(command, arguments))
             if command == "update_weights":
                 message = await cluster.engines[0].answer({"path": "/new"})
-                assert (message.command, message.arguments) == ("locate_weights", {"path": "new"})
+                assert (message.command, message.arguments) == ("locate_weights", arguments)
                 arguments["path"] = "/new"
             for replica, result in enumerate(results):
                 message = await cluster.engines[replica].answer(result)
