@@ -27,10 +27,13 @@ from megalith.errors import ConfigError
 from megalith.kernels.attention.kv_blocks import SCALE_NBYTES, KVBlocks, allocate_blocks
 from megalith.kernels.attention.paged import (
     GatheredKeys,
+    PagedKeys,
     PagedMetadata,
+    RecordedAttention,
     build_paged_metadata,
     paged_attention,
     paged_latent_attention,
+    record_attention,
     store,
     unsupported_reason,
 )
@@ -612,6 +615,33 @@ class PagedLayerCache:
         keys_and_values = self._gather(keys, q.dtype), self._gather(values, q.dtype)
         return core(q, *keys_and_values, seq_params, **options)
 
+    def record_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, options: AttendOptions
+    ) -> RecordedAttention | None:
+        """Return the loops that repeat an `attend` with this output in other steps; None if it is
+        not only loops."""
+        if self._ranks is not None or unsupported_reason(options["scores"]) is not None:
+            return None
+        keys, values = self._blocks("k", k), self._blocks("v", v)
+        return record_attention(
+            PagedKeys((q,), (keys,), values),
+            (k, v),
+            options["scores"],
+            options.get("sinks"),
+            output,
+            batch_invariant=self._cache.batch_invariant,
+            kernel=self._cache.kernel,
+        )
+
+    def repeat_attend(self, recorded: RecordedAttention, seq_params: PackedSeqParams) -> bool:
+        """Repeat an `attend` for the rows of this step, or return False and do nothing if it uses
+        other kernels for them."""
+        assert self._slot is not None
+        if seq_params.visible is not None:
+            return False
+        _, slots = self._step.stored_tokens(self._slot[0], ALL_TOKENS)
+        return recorded(self._metadata(), slots)
+
     def attend_latent(
         self,
         core: Attend,
@@ -661,14 +691,21 @@ class PagedLayerCache:
 
     def _store(self, role: str, rows: Tensor) -> KVBlocks:
         """Store the rows [t, g, d] of this rank's tokens in their blocks and return the blocks."""
-        assert self._slot is not None, f"attention {self._index} stores keys without a slot"
-        group, slot = self._slot
-        shard = ALL_TOKENS if self._ranks is None else self._ranks.shard
-        blocks = self._cache.pool_of(slot, role, rows, shard)
-        tokens, slots = self._step.stored_tokens(group, shard)
+        blocks = self._blocks(role, rows)
+        assert self._slot is not None
+        tokens, slots = self._step.stored_tokens(self._slot[0], self._shard)
         new_rows = rows if tokens is None else rows[tokens]
         store(blocks, new_rows, slots, kernel=self._cache.kernel)
         return blocks
+
+    def _blocks(self, role: str, rows: Tensor) -> KVBlocks:
+        """Return the blocks for rows [t, g, d]."""
+        assert self._slot is not None, f"attention {self._index} stores keys without a slot"
+        return self._cache.pool_of(self._slot[1], role, rows, self._shard)
+
+    @property
+    def _shard(self) -> TokenShard:
+        return ALL_TOKENS if self._ranks is None else self._ranks.shard
 
     def _store_parts(self, rows: Tensor, value_size: int) -> tuple[KVBlocks, KVBlocks]:
         """Store the latent vectors and the rotated keys of rows [t, 1, r + rope_dim], whose sizes

@@ -4,7 +4,8 @@ With few tokens on a CPU, the Python code of the layers takes as long as their m
 one token: 9 of 19 ms). The operations of a forward pass depend only on the number of tokens; so
 the second pass of each number is recorded, and later ones repeat the recorded calls on the same
 tensors, as CUDA graphs do on GPUs. Attention depends on the lengths of the sequences, and is called
-in each step with its caches ("piecewise" in vLLM). Results have the same bits.
+in each step with its caches ("piecewise" in vLLM); where it consists of compiled loops, these are
+called with the block tables of the step. Results have the same bits.
 
 An operation that cannot be repeated, such as one that reads a tensor of the step which is not an
 input of the recording, is found while recording; the model then continues without.
@@ -24,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megalith.infer.cache import PagedLayerCache
+from megalith.kernels.attention.paged import RecordedAttention
 from megalith.kernels.cpu_threads import LoopCall, observe_loops
 from megalith.kernels.layer_inputs import (
     Attend,
@@ -49,6 +52,9 @@ MiB for the counts 1 to 16; an 8B model, whose Python code takes a few percent, 
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 """Operations whose results have no values yet."""
 
+CONVERSIONS = frozenset({torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default})
+"""Operations whose result is its first argument in another dtype or layout."""
+
 
 @dataclass(slots=True)
 class _CurrentStep:
@@ -73,10 +79,16 @@ class _AttendCall:
     queries: tuple[Tensor, Tensor, Tensor]
     options: AttendOptions
     output: Tensor
+    loops: RecordedAttention | None
+    """Loops that compute the output."""
 
     def __call__(self) -> None:
-        """Compute attention, and copy it."""
+        """Compute attention by the loops, or else copy it."""
         cache, seq_params = self.step.caches[self.index], self.step.inputs.seq_params
+        if self.loops is not None:
+            assert isinstance(cache, PagedLayerCache), "as in the recorded step"
+            if cache.repeat_attend(self.loops, seq_params):
+                return
         self.output.copy_(cache.attend(self.core, *self.queries, seq_params, **self.options))
 
 
@@ -277,7 +289,10 @@ class _RecordedCache:
         with self._recorder.pause(), observe_loops(None):
             output = self._cache.attend(core, q, k, v, seq_params, **options)
         step = self._recorder.recording.step
-        call = _AttendCall(step, self.index, core, (q, k, v), options, output)
+        loops = None
+        if isinstance(self._cache, PagedLayerCache):
+            loops = self._cache.record_attend(q, k, v, output, options)
+        call = _AttendCall(step, self.index, core, (q, k, v), options, output, loops)
         read = (q, k, v, options.get("sinks"), options.get("attention_bias"))
         self._recorder.record_attention(call, read)
         return output
@@ -415,6 +430,8 @@ def _repeat(
     variant = _find_out_variant(func)
     if variant is not None and isinstance(result, Tensor):
         return partial(variant, *args, **kwargs, out=result)
+    if func in CONVERSIONS and isinstance(result, Tensor):
+        return partial(result.copy_, args[0])
 
     def execute() -> None:
         for recorded, current in zip(

@@ -260,11 +260,18 @@ def launch(
 ) -> None:
     """`run` for arguments that are integers already, such as addresses: takes half the time.
     `tensors`: those at the addresses, for an observer."""
-    argument_block = _block_type(len(block))(*block)
-    call = LoopCall(_loop_address(loop, dtype), argument_block, num_threads(elements))
+    call = prepare(loop, dtype, block, elements=elements)
     call()
     if _observed.observer is not None:
         _observed.observer(call, tensors)
+
+
+def prepare(
+    loop: Loop | LoopFunction, dtype: torch.dtype, block: Sequence[int], *, elements: int
+) -> LoopCall:
+    """Return the call that `launch` would execute."""
+    argument_block = _block_type(len(block))(*block)
+    return LoopCall(_loop_address(loop, dtype), argument_block, num_threads(elements))
 
 
 @cache

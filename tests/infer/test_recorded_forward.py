@@ -20,6 +20,14 @@ from megalith.infer.build import build_engine, check_mode_is_not_recorded
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.outputs import RequestOutput
 from megalith.infer.recorded_forward import MAX_TOKENS, RecordedForwards
+from megalith.kernels.attention.kv_blocks import allocate_blocks
+from megalith.kernels.attention.paged import (
+    PagedKeys,
+    PagedMetadata,
+    RecordedAttention,
+    record_attention,
+)
+from megalith.kernels.attention.scores import PLAIN
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.linear_small_batch import ALL_ROW_COUNTS, NO_ROW_COUNTS, SmallBatchLimits
 from megalith.kernels.packed import seq_params_from_rows
@@ -70,6 +78,64 @@ def test_recorded_passes_give_the_bits_of_eager_ones(
         assert recorded.failure is None
         assert (recorded.num_replays > 8) == is_recorded
     assert outputs[0] == outputs[1]
+
+
+def generate_long_prompts(
+    tiny: SimpleNamespace, dtype: torch.dtype, *, is_recorded: bool = True
+) -> list[Any]:
+    """Return the results of prompts of 40 tokens, whose attention gathers keys, one by one."""
+    model = tiny.model(tiny.config(), dtype=dtype)
+    engine = build(model, prefix_caching=False, max_num_batched_tokens=64)
+    if not is_recorded:
+        engine.runner.recorded = None
+    params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True, logprobs=1)
+    prompts = [[(7 * seed + 3 * i) % 37 for i in range(40)] for seed in range(3)]
+    return [results(run(engine, [(prompt, params)])) for prompt in prompts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_attention_has_the_bits_of_eager_attention(
+    dtype: torch.dtype, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate_long_prompts(tiny, dtype, is_recorded=False)
+    repeat, repeated = RecordedAttention.__call__, list[tuple[int, bool]]()
+
+    def observe(self: RecordedAttention, metadata: PagedMetadata, slots: Tensor) -> bool:
+        is_repeated = repeat(self, metadata, slots)
+        repeated.append((metadata.num_tokens, is_repeated))
+        return is_repeated
+
+    monkeypatch.setattr(RecordedAttention, "__call__", observe)
+    assert generate_long_prompts(tiny, dtype) == expected
+    assert set(repeated) == {(1, True), (40, False)}
+
+    def store_in_first_slot(self: RecordedAttention, metadata: PagedMetadata, slots: Tensor) -> Any:
+        return repeat(self, metadata, torch.zeros_like(slots))
+
+    monkeypatch.setattr(RecordedAttention, "__call__", store_in_first_slot)
+    assert generate_long_prompts(tiny, dtype) != expected
+
+
+def test_attention_of_other_kernels_is_called_in_each_step() -> None:
+    def record(dtype: torch.dtype, **settings: Any) -> RecordedAttention | None:
+        q, k = torch.randn(3, 4, 8).to(dtype), torch.randn(3, 4, 8).to(dtype)
+        blocks = allocate_blocks((2, 4, 4, 8), q, settings.pop("cache_dtype", dtype))
+        sinks, out = settings.pop("sinks", None), settings.pop("out", torch.empty_like(q))
+        scores = settings.pop("scores", PLAIN)
+        q = settings.pop("q", q)
+        paged = PagedKeys((q,), (blocks,), blocks)
+        return record_attention(paged, (k, k), scores, sinks, out, **settings)
+
+    assert isinstance(record(torch.float32), RecordedAttention)
+    assert isinstance(record(torch.bfloat16, kernel="numba"), RecordedAttention)
+    assert isinstance(record(torch.float32, sinks=torch.zeros(4)), RecordedAttention)
+    assert record(torch.float32, kernel="torch") is None
+    assert record(torch.float64) is None
+    assert record(torch.float32, cache_dtype=torch.int8) is None
+    assert record(torch.float32, q=torch.randn(3, 8, 8)[:, ::2]) is None
+    assert record(torch.float32, out=torch.empty(4, 3, 8).transpose(0, 1)) is None
+    assert record(torch.bfloat16, sinks=torch.zeros(4, dtype=torch.bfloat16)) is None
+    assert record(torch.float32, scores=replace(PLAIN, off_by_one=True)) is None
 
 
 def test_a_model_that_cannot_be_recorded_runs_eagerly(tiny: SimpleNamespace) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.kernels import BackendName
 from megalith.errors import ConfigError
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention import paged
@@ -383,14 +384,15 @@ def test_wrong_segment_boundary_changes_the_bits(monkeypatch: pytest.MonkeyPatch
 
 
 @loop_over("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_store_writes_only_its_slots(dtype: torch.dtype) -> None:
-    cache = torch.full((6, 2, 4, 5), math.nan, dtype=dtype)
-    new = torch.randn(7, 2, 5).to(dtype)
+@loop_over("kernel", ["auto", "torch"])
+def test_store_writes_only_its_slots(dtype: torch.dtype, kernel: BackendName) -> None:
+    cache = torch.full((6, 2, 3, 4, 5), math.nan, dtype=dtype)
+    new = torch.randn(7, 4, 8).to(dtype)
     slots = torch.randperm(24)[:7]
-    store(cache, new, slots)
-    flat = cache.transpose(1, 2).flatten(0, 1)
-    assert torch.equal(flat[slots], new)
-    assert flat.isnan().sum() == (24 - 7) * 10
+    store(cache[:, :, 1], new[:, 1:3, 2:7], slots, kernel=kernel)
+    flat = cache[:, :, 1].transpose(1, 2).flatten(0, 1)
+    assert torch.equal(flat[slots], new[:, 1:3, 2:7])
+    assert cache.isnan().sum() == cache.numel() - 7 * 10
 
 
 def test_store_and_attention_support_a_cache_that_is_a_view_of_the_pool() -> None:

@@ -19,6 +19,7 @@ Blocks in int8 or fp8 are dequantized while they are read: the kernels multiply 
 scales of the keys, and the weights by those of the values.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -42,6 +43,9 @@ from megalith.plan.serving.cache_layout import ALL_TOKENS, TokenShard
 
 Lengths = tuple[tuple[int, int], ...]
 PagedBackend = Literal["numba", "triton", "torch", "reference"]
+
+NUMBA: tuple[BackendName, ...] = "auto", "numba", "paged"
+"""Settings with which the numba loops are used."""
 
 SEGMENT = 128
 """Tokens per segment: sections 5.4 and 20 of the inference spec fix it, and the kernel uses it."""
@@ -198,9 +202,14 @@ def store(
 
     cache [blocks, g, T, d], rows_new [t, g, d] of the same dtype or of that of the model, slots
     int64 [t] = block * T + offset of each token, all different. Works for every dtype and device.
-    kernel="auto": triton where it supports the inputs, else torch; all store the same bits.
+    kernel="auto": triton or numba where it supports the inputs, else torch; all store the same
+    bits.
     """
     stored = as_blocks(cache)
+    if kernel in NUMBA and _can_store_by_numba(stored, rows_new):
+        slots = slots.contiguous()
+        _prepare_store(stored, rows_new, slots)()
+        return
     if kernel in ("auto", "triton") and _can_store_by_triton(stored, rows_new):
         from megalith.kernels.triton.paged_attention import store_rows
 
@@ -217,6 +226,29 @@ def _can_store_by_triton(cache: KVBlocks, rows_new: Tensor) -> bool:
         launch.can_use(rows_new)
         and (data.dtype == rows_new.dtype if cache.scales is None else data.dtype in LARGEST)
         and data.stride(3) == 1
+    )
+
+
+def _can_store_by_numba(cache: KVBlocks, rows_new: Tensor) -> bool:
+    return (
+        cache.scales is None
+        and cpu_threads.can_use(rows_new, cache.data)
+        and rows_new.stride(2) == cache.data.stride(3) == 1
+    )
+
+
+def _prepare_store(cache: KVBlocks, rows_new: Tensor, slots: Tensor) -> cpu_threads.LoopCall:
+    """Return the call of the loop that stores rows in slots, its first argument."""
+    from megalith.kernels.attention import paged_numba  # importing numba takes half a second
+
+    data = cache.data
+    block = (
+        slots.data_ptr(),
+        *(*rows_new.shape, data.shape[2], *rows_new.stride()[:2], *data.stride()[:3]),
+        *(rows_new.data_ptr(), data.data_ptr()),
+    )
+    return cpu_threads.prepare(
+        paged_numba.paged_store, data.dtype, block, elements=rows_new.numel()
     )
 
 
@@ -310,7 +342,7 @@ def _attend(
         )
     if metadata.num_tokens == 0:
         return paged.new_output()
-    scores = replace(scores, scale=scores.factor(sum(part.shape[2] for part in paged.queries)))
+    scores = _with_scale(scores, paged)
     if kernel == "reference":
         return _gathered(paged, metadata, scores, sinks, reference_attention)
     backend = select_paged_backend(paged, kernel)
@@ -330,6 +362,10 @@ def _attend(
     ):
         _attend_rows(out, rows, paged, metadata, scores, sinks, run)
     return out
+
+
+def _with_scale(scores: Scores, paged: PagedKeys) -> Scores:
+    return replace(scores, scale=scores.factor(sum(part.shape[2] for part in paged.queries)))
 
 
 PagedFunction = Callable[[PagedKeys, PagedMetadata, Scores, Tensor | None], Tensor]
@@ -828,19 +864,137 @@ def _find_splits(
 
 
 class _NumbaStep(NamedTuple):
-    """Arguments of the numba loops that the layers of a step share, as integers."""
+    """What the numba loops of the layers of a step share."""
 
-    before: tuple[int, ...]
-    """Sizes, scale and softcap."""
+    arguments: tuple[int, ...]
+    """The first ones of a block."""
 
-    after: tuple[int, ...]
-    """Block tables, tiles, and after the sinks temporary memory."""
-
-    sizes: Tensor
     num_splits: int
     work: int
     kept: tuple[Tensor, ...]
     """Tensors at these addresses."""
+
+
+class _NumbaShapes(NamedTuple):
+    """What a `_NumbaStep` depends on besides the rows of the step."""
+
+    scores: Scores
+    strides: tuple[int, ...]
+    """Of the blocks, heads and tokens of keys, rotated keys and values."""
+
+    widths: tuple[int, ...]
+    """Features of the parts of a query."""
+
+    num_kv_heads: int
+    value_width: int
+    out: tuple[int, ...]
+    """[t, n, d_v], or d_v + 1 if the output is partial."""
+
+    has_sinks: bool
+    is_quantized: bool
+
+    def plan(self, metadata: PagedMetadata) -> _NumbaStep:
+        """Return the arguments of the loops for the rows of a step; temporary memory included."""
+        scores, shard = self.scores, metadata.shard
+        num_tokens, num_heads, out_width = self.out
+        visible = visible_key_lengths(metadata.lengths, scores)
+        work = sum(q * k for q, k in visible) * num_heads * self.value_width // shard.num_ranks
+        shared = num_heads // self.num_kv_heads
+        plan = plan_tiles(
+            metadata.lengths,
+            heads=self.num_kv_heads,
+            shared=shared,
+            window=scores.window,
+            chunked=scores.chunked,
+            parts=cpu_threads.num_threads(work),
+            shard=shard,
+        )
+        parts = len(plan.bounds) - 1
+        sizes = torch.tensor(
+            [
+                parts,
+                self.num_kv_heads,
+                shared,
+                self.widths[0],
+                sum(self.widths[1:]),
+                self.value_width,
+                metadata.block_size,
+                *self.strides,
+                scores.window or 0,
+                int(scores.chunked),
+                metadata.block_tables.shape[1],
+                plan.max_rows,
+                len(plan.splits),
+                int(self.has_sinks),
+                num_tokens,
+                int(self.is_quantized),
+                shard.rank,
+                shard.num_ranks,
+                int(out_width > self.value_width),
+            ]
+        )
+        state = self.value_width + 2
+        scratch = plan.max_rows * sum(self.widths) + 11 * SEGMENT + (4 + plan.max_rows) * state
+        kept = (
+            metadata.block_tables.to(torch.int32).contiguous(),
+            *(torch.from_numpy(array) for array in (plan.tiles, plan.bounds, plan.splits)),
+            torch.empty(plan.num_states * state),
+            torch.empty(parts * scratch),
+            torch.empty(parts * 3 * (SEGMENT + 4), dtype=torch.int64),
+        )
+        numbers = map(cpu_threads.float_bits, (scores.factor(1), scores.softcap or 0))
+        arguments = (sizes.data_ptr(), *numbers, *(tensor.data_ptr() for tensor in kept))
+        return _NumbaStep(arguments, len(plan.splits), work, (sizes, *kept))
+
+
+class _NumbaAttention:
+    """The numba loops of attention with fixed tensors, for the rows of any step."""
+
+    def __init__(self, paged: PagedKeys, scores: Scores, sinks: Tensor | None, out: Tensor) -> None:
+        """`paged`: with contiguous queries; `sinks`: contiguous, fp32; `out`: contiguous, of the
+        dtype of the queries, or partial."""
+        from megalith.kernels.attention import paged_numba  # importing numba takes half a second
+
+        self._element = paged.values.data.dtype
+        self._merge = paged_numba.paged_merge
+        self._tensors = paged, sinks, out
+        caches = paged.keys[0], paged.keys[-1], paged.values
+        self._shapes = _NumbaShapes(
+            scores,
+            tuple(stride for cache in caches for stride in cache.data.stride()[:3]),
+            tuple(q.shape[2] for q in paged.queries),
+            paged.num_heads,
+            paged.value_width,
+            tuple(out.shape),
+            has_sinks=sinks is not None,
+            is_quantized=paged.values.scales is not None,
+        )
+        block = (
+            *(0,) * paged_numba.NUM_SHARED_ARGUMENTS,
+            paged.queries[0].data_ptr(),
+            paged.queries[-1].data_ptr(),
+            *(cache.data.data_ptr() for cache in caches),
+            0 if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            # the loops read fp8 divided by 256
+            cpu_threads.float_bits(256.0 if self._element == torch.float8_e4m3fn else 1.0),
+            *(0 if cache.scales is None else cache.scales.data_ptr() for cache in caches),
+        )
+        self._call = cpu_threads.prepare(
+            paged_numba.paged_attention, self._element, block, elements=0
+        )
+
+    def __call__(self, metadata: PagedMetadata) -> None:
+        """Write the output for the rows of a step."""
+        step = metadata.shared.get(self._shapes)
+        if step is None:
+            step = metadata.shared[self._shapes] = self._shapes.plan(metadata)
+        self._call.arguments[: len(step.arguments)] = list(step.arguments)
+        self._call.num_threads = cpu_threads.num_threads(step.work)
+        self._call()
+        if step.num_splits:
+            block = list(self._call.arguments)
+            cpu_threads.launch(self._merge, self._element, block, elements=step.work)
 
 
 def _numba(
@@ -852,114 +1006,88 @@ def _numba(
     is_partial: bool = False,
 ) -> Tensor:
     """Attention in place, by the numba loops."""
-    from megalith.kernels.attention import paged_numba  # importing numba takes half a second
-
     queries = tuple(q.contiguous() for q in paged.queries)
-    dtype, element = queries[0].dtype, paged.values.data.dtype
+    dtype = queries[0].dtype
     if paged.values.scales is not None:  # the loops are compiled for the dtype of the blocks only
         queries = tuple(q.float() for q in queries)
-    num_heads, width = queries[0].shape[1], paged.value_width
-    out = (
-        paged.new_partial_output()
-        if is_partial
-        else queries[0].new_empty(len(queries[0]), num_heads, width)
-    )
+    paged = paged._replace(queries=queries)
+    out = paged.new_partial_output() if is_partial else paged.new_output()
     if scores.off_by_one:
-        sinks = torch.zeros(num_heads)
-    step = _share_numba_step(
-        paged._replace(queries=queries), metadata, scores, has_sinks=sinks is not None, out=out
-    )
-    caches = paged.keys[0], paged.keys[-1], paged.values
+        sinks = torch.zeros(out.shape[1])
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    block = (
-        *step.before,
-        queries[0].data_ptr(),
-        queries[-1].data_ptr(),
-        *(cache.data.data_ptr() for cache in caches),
-        *step.after[:4],
-        (step.sizes if sinks is None else sinks).data_ptr(),
-        *step.after[4:],
-        out.data_ptr(),
-        # the loops read fp8 divided by 256
-        cpu_threads.float_bits(256.0 if element == torch.float8_e4m3fn else 1.0),
-        *((step.sizes if cache.scales is None else cache.scales).data_ptr() for cache in caches),
-    )
-    cpu_threads.launch(paged_numba.paged_attention, element, block, elements=step.work)
-    if step.num_splits:
-        cpu_threads.launch(paged_numba.paged_merge, element, block, elements=step.work)
+    _NumbaAttention(paged, scores, sinks, out)(metadata)
     return out if is_partial else out.to(dtype)
 
 
-def _share_numba_step(
-    paged: PagedKeys, metadata: PagedMetadata, scores: Scores, *, has_sinks: bool, out: Tensor
-) -> _NumbaStep:
-    """Return the arguments of a step for layers whose scores, and whose shapes of `paged` and
-    `out`, are the same; temporary memory included."""
-    caches = paged.keys[0], paged.keys[-1], paged.values
-    strides = tuple(stride for cache in caches for stride in cache.data.stride()[:3])
-    widths = tuple(q.shape[2] for q in paged.queries)
-    num_query_heads, value_width = out.shape[1], paged.value_width
-    is_quantized, is_partial = paged.values.scales is not None, out.shape[2] > value_width
-    key = scores, strides, widths, out.shape, value_width, has_sinks, is_quantized
-    if key in metadata.shared:
-        return metadata.shared[key]
-    visible = visible_key_lengths(metadata.lengths, scores)
-    work = sum(q * k for q, k in visible) * num_query_heads * value_width
-    work //= metadata.shard.num_ranks
-    plan = plan_tiles(
-        metadata.lengths,
-        heads=paged.num_heads,
-        shared=paged.shared,
-        window=scores.window,
-        chunked=scores.chunked,
-        parts=cpu_threads.num_threads(work),
-        shard=metadata.shard,
-    )
-    parts = len(plan.bounds) - 1
-    sizes = torch.tensor(
-        [
-            parts,
-            paged.num_heads,
-            paged.shared,
-            widths[0],
-            sum(widths[1:]),
-            value_width,
-            metadata.block_size,
-            *strides,
-            scores.window or 0,
-            int(scores.chunked),
-            metadata.block_tables.shape[1],
-            plan.max_rows,
-            len(plan.splits),
-            int(has_sinks),
-            len(out),
-            int(is_quantized),
-            metadata.shard.rank,
-            metadata.shard.num_ranks,
-            int(is_partial),
+class RecordedAttention:
+    """Stores the keys and values of a step, and attends to those of its rows, by numba loops with
+    fixed tensors: as `store` and `paged_attention`, without their Python code."""
+
+    def __init__(
+        self,
+        paged: PagedKeys,
+        new_rows: tuple[Tensor, Tensor],
+        scores: Scores,
+        sinks: Tensor | None,
+        out: Tensor,
+        *,
+        max_queries: float,
+    ) -> None:
+        """Arguments as of `record_attention`; `max_queries`: of a row, for the loops."""
+        self._max_queries, self._rows = max_queries, new_rows
+        no_slots = torch.empty(0, dtype=torch.int64)
+        self._stores = [
+            _prepare_store(cache, rows, no_slots)
+            for cache, rows in zip((*paged.keys, paged.values), new_rows, strict=True)
         ]
+        self._attend = _NumbaAttention(paged, scores, sinks, out)
+
+    def __call__(self, metadata: PagedMetadata, slots: Tensor) -> bool:
+        """Store the rows in slots, int64 [t], and attend; or return False and do nothing if
+        `paged_attention` would use other kernels for these rows."""
+        if any(queries > self._max_queries for queries, _ in metadata.lengths):
+            return False
+        address = slots.data_ptr()
+        for store_rows in self._stores:
+            store_rows.arguments[0] = address
+            store_rows()
+        self._attend(metadata)
+        return True
+
+
+def record_attention(
+    paged: PagedKeys,
+    new_rows: tuple[Tensor, Tensor],
+    scores: Scores,
+    sinks: Tensor | None,
+    out: Tensor,
+    *,
+    batch_invariant: bool = False,
+    kernel: BackendName = "auto",
+) -> RecordedAttention | None:
+    """Return the repeated storing of keys and values, new_rows [t, g, d], and attention to the
+    unquantized caches, whose output is stored in `out`; None if they are not only numba loops on
+    these tensors."""
+    are_loops = (
+        kernel in NUMBA
+        and select_paged_backend(paged, kernel) == "numba"
+        and all(
+            _can_store_by_numba(cache, rows)
+            for cache, rows in zip((*paged.keys, paged.values), new_rows, strict=True)
+        )
+        and all(each.is_contiguous() for each in (*paged.queries, out))
+        and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
+        and not scores.off_by_one
     )
-    state = value_width + 2
-    scratch = plan.max_rows * sum(widths) + 11 * SEGMENT + (4 + plan.max_rows) * state
-    kept = (
-        metadata.block_tables.to(torch.int32).contiguous(),
-        *(torch.from_numpy(array) for array in (plan.tiles, plan.bounds, plan.splits)),
-        torch.empty(plan.num_states * state),
-        torch.empty(parts * scratch),
-        torch.empty(parts * 3 * (SEGMENT + 4), dtype=torch.int64),
+    if not are_loops:
+        return None
+    takes_all = batch_invariant or kernel != "auto"
+    return RecordedAttention(
+        paged,
+        new_rows,
+        _with_scale(scores, paged),
+        sinks,
+        out,
+        max_queries=math.inf if takes_all else MAX_KERNEL_QUERIES,
     )
-    scale, softcap = (
-        cpu_threads.float_bits(scores.factor(1)),
-        cpu_threads.float_bits(scores.softcap or 0),
-    )
-    step = _NumbaStep(
-        (sizes.data_ptr(), scale, softcap),
-        tuple(tensor.data_ptr() for tensor in kept),
-        sizes,
-        len(plan.splits),
-        work,
-        kept,
-    )
-    metadata.shared[key] = step
-    return step

@@ -1,4 +1,4 @@
-"""Numba loops of attention over a paged KV cache, on CPUs.
+"""Numba loops of a paged KV cache, on CPUs: storing keys and values, and attention.
 
 Keys are processed in segments of `SEGMENT` tokens at fixed absolute positions. Every sum has a
 defined order: a dot product adds 16 lanes, each over every 16th feature, and then the lanes
@@ -37,12 +37,14 @@ from megalith.kernels.cpu_numba import (
     _longs,
     _num_threads,
     _thread_num,
+    array_at,
     count,
     exp,
     longs,
     narrow,
     number,
     row_max,
+    share,
     wide,
     wides,
 )
@@ -109,32 +111,55 @@ def exact(function: Callable[P, R]) -> Callable[P, R]:
 exact_exp: Any = exact(exp.py_func)  # type: ignore[attr-defined]  # of a compiled function
 
 
+# --- storing
+
+
+def paged_store(block: Block) -> None:
+    """slots int64 [t], t, g, d, T, strides of a token and a head of `rows`, and of a block, a head
+    and a token of `cache`, rows [t, g, d], cache [blocks, g, T, d]: copy each row to its slot,
+    block * T + offset."""
+    tokens, heads = count(block, 1), count(block, 2)
+    width, block_size = count(block, 3), count(block, 4)
+    slots, nbytes = longs(block, 0, (tokens,)), element_nbytes(block)
+    first, last = share(tokens)
+    for i in range(first, last):
+        source = count(block, 10) + i * count(block, 5) * nbytes
+        index, offset = slots[i] // block_size, slots[i] % block_size
+        target = count(block, 11) + (index * count(block, 7) + offset * count(block, 9)) * nbytes
+        for h in range(heads):
+            row = array_at(source + h * count(block, 6) * nbytes, block, (width,))
+            copy = array_at(target + h * count(block, 8) * nbytes, block, (width,))
+            for c in range(width):
+                copy[c] = row[c]
+
+
 # --- attention of one tile
 
-# arguments in the order of the block
+# arguments in the order of the block: first those that the layers of a step share
 (
     SIZES,
     SCALE,
     SOFTCAP,
+    TABLES,
+    TILES,
+    BOUNDS,
+    SPLITS,
+    WORKSPACE,
+    SCRATCH,
+    ADDRESSES,
     QUERIES,
     ROPE_QUERIES,
     KEYS,
     ROPE_KEYS,
     VALUES,
-    TABLES,
-    TILES,
-    BOUNDS,
-    SPLITS,
     SINKS,
-    WORKSPACE,
-    SCRATCH,
-    ADDRESSES,
     OUT,
     SCALE_FACTOR,
     KEY_SCALES,
     ROPE_SCALES,
     VALUE_SCALES,
 ) = range(21)
+NUM_SHARED_ARGUMENTS = 10
 
 
 @exact
