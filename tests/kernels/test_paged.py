@@ -241,7 +241,7 @@ def select(step: Step, lengths: list[tuple[int, int]]) -> Step:
 @loop_over("name", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) -> None:
-    check_bits(SCORES[name], dtype, None, (2, 8))
+    check_bits(SCORES[name], dtype, None, (2, 4, 8))
 
 
 @NEEDS_LOOPS

@@ -19,16 +19,19 @@ from numba import carray, njit  # type: ignore[attr-defined]  # carray is public
 from megalith.kernels.attention.paged_vectors import (
     GROUP,
     LANES,
+    PAIR,
     SEGMENT,
     activation_pointer,
     dots_of_group,
     dots_of_one,
+    dots_of_pair,
     element_nbytes,
     ints,
     prefetch,
     sum_lanes,
     values_of_group,
     values_of_one,
+    values_of_pair,
 )
 from megalith.kernels.cpu_numba import (
     Array,
@@ -352,7 +355,7 @@ def prefetch_keys(block: Block, keys: Any, j: Any, num_keys: Any, widths: Any) -
 
 @exact
 def add_scores(block: Block, rows: Any, num_keys: Any, memory: Any, widths: Any) -> None:
-    """Add the dot products of `rows` queries (1 or 4) and the keys to the scores, [rows, 128].
+    """Add the dot products of `rows` queries (1, 2 or 4) and the keys to the scores, [rows, 128].
 
     `memory`: addresses of the queries, of the addresses of the keys, and of the scores; `widths`:
     features, bytes from one query to the next, and features of values to load into the cache.
@@ -363,6 +366,8 @@ def add_scores(block: Block, rows: Any, num_keys: Any, memory: Any, widths: Any)
         prefetch_keys(block, keys, j, num_keys, (width, value_width))
         if rows == 1:
             dots_of_one(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
+        elif rows == PAIR:
+            dots_of_pair(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
         else:
             dots_of_group(block, queries, stride, keys + 8 * j, width, scores + 4 * j)
 
@@ -397,8 +402,8 @@ def add_rows(scores: Any, rows: Any, num_keys: Any, added: Any) -> None:
 
 @exact
 def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
-    """Write the states [rows, d_v + 2] of `rows` rows (1 or 4) of a tile for the keys (first, end)
-    of a segment: the sum of exp(score - largest) times value, largest, and the sum of exp.
+    """Write the states [rows, d_v + 2] of 1, 2 or 4 rows of a tile for the keys (first, end) of a
+    segment: the sum of exp(score - largest) times value, largest, and the sum of exp.
 
     `memory`: addresses of queries, scores, states, and addresses of keys.
     """
@@ -432,6 +437,8 @@ def attend_rows(block: Block, rows: Any, keys: Any, memory: Any) -> None:
     values = addresses + 2 * ADDRESS_STRIDE
     if rows == 1:
         values_of_one(block, scores, values, num_keys, value_width, states, by_row)
+    elif rows == PAIR:
+        values_of_pair(block, scores, values, num_keys, value_width, states, by_row)
     else:
         values_of_group(block, scores, values, num_keys, value_width, states, by_row)
 
@@ -521,11 +528,13 @@ def attend_segment(block: Block, tile: Any, head: Any, segment: Any, memory: Any
             load_scales(block, VALUE_SCALES, (row, head), (first, end), scales + 2 * SCALE_STRIDE)
     i, num_rows = np.int64(0), num_queries * shared
     while i < num_rows:
-        keys, rows = visible_keys(block, position + i // shared, segment), np.int64(1)
-        if i + GROUP <= num_rows:
-            last = visible_keys(block, position + (i + GROUP - 1) // shared, segment)
-            if keys[0] == last[0] and keys[1] == last[1]:
-                rows = np.int64(GROUP)
+        keys, rows = visible_keys(block, position + i // shared, segment), np.int64(GROUP)
+        while rows > 1:
+            if i + rows <= num_rows:
+                last = visible_keys(block, position + (i + rows - 1) // shared, segment)
+                if keys[0] == last[0] and keys[1] == last[1]:
+                    break
+            rows //= 2
         out = states if split == 0 else split + i * by_row
         if keys[0] < keys[1]:
             attend_rows(block, rows, keys, (queries + 4 * i * width, scores, out, addresses))

@@ -21,6 +21,9 @@ LANES = 16
 GROUP = 4
 """Rows of a tile that are multiplied with a key or value while it is in a register."""
 
+PAIR = 2
+"""The same, where fewer than `GROUP` remain."""
+
 _HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 """Whether the processor has 32 vector registers, enough for the sums of `GROUP` rows."""
 
@@ -179,7 +182,7 @@ def _emit_values(rows: int, element: Any, builder: Any, args: list[Any]) -> None
     """Emit `values` for `rows` rows."""
     nbytes = _NBYTES[element]
     weights, value_addresses, num_keys, width, out, out_stride = args
-    vectors = 4 if rows == 1 else 2
+    vectors = 4 if rows <= PAIR else 2
     if not _HAS_32_REGISTERS:
         vectors //= 2
 
@@ -255,8 +258,12 @@ def _vector_code(emit: Callable[..., None], rows: int, num_arguments: int) -> An
     return intrinsic(six)
 
 
-dots_of_one, dots_of_group = (_vector_code(_emit_dots, rows, 5) for rows in (1, GROUP))
-values_of_one, values_of_group = (_vector_code(_emit_values, rows, 6) for rows in (1, GROUP))
+dots_of_one, dots_of_pair, dots_of_group = (
+    _vector_code(_emit_dots, rows, 5) for rows in (1, PAIR, GROUP)
+)
+values_of_one, values_of_pair, values_of_group = (
+    _vector_code(_emit_values, rows, 6) for rows in (1, PAIR, GROUP)
+)
 
 
 def _sum_of_weights(typing: Any, address: Any, num_vectors: Any) -> Any:
