@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer
-from megalith.config.fields import Example, Ge, Gt, Le, Lt
+from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
+from megalith.config.observe import ObserveConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.tree import load_yaml
@@ -98,47 +99,6 @@ class LoopConfig:
 CALLBACK_GROUP = "megalith.callbacks"
 """Group of the entry points that `LoopConfig.callbacks` names."""
 
-Captured = Literal["hidden", "logits", "weights", "routers"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObserveConfig:
-    """Outputs of a run besides metrics.jsonl."""
-
-    tensorboard: bool | None = None
-    """Write TensorBoard events. Unset: if the package is installed."""
-
-    plots: bool = True
-    """Write plots/loss.png when the run ends or is stopped."""
-
-    max_logit: bool = False
-    """Log the largest logit of each step; always logged with train.z_loss."""
-
-    per_layer: bool = False
-    """Log metrics of experts per layer: aux losses, entropy, idle experts, dropped tokens, the
-    range of expert biases, and tokens per expert."""
-
-    routing_trace: Annotated[int, Ge(0)] = 0
-    """Number of first steps whose selected experts are written to routing/, one file per rank;
-    0: none."""
-
-    routing_captures: tuple[Captured, ...] = ()
-    """Additional data to write for the steps of `routing_trace`, one safetensors file per rank
-    and step: hidden (inputs of the routers), logits, weights (of the selected experts), all
-    in bf16, and routers (their parameters, unconverted)."""
-
-    callback_times: bool = False
-    """Log the host time spent in each callback since the last logged step, on rank 0, as
-    `time_NAME_ms`."""
-
-    parameters: bool = False
-    """Write parameters.jsonl at the start of the run: for each parameter, whether it is trained
-    and which group sets its learning rate and weight decay."""
-
-    peak_tflops: Annotated[float | None, Gt(0), Le(1e9), Example(100.0)] = None
-    """Peak TFLOP/s of one device, for the MFU. Unset: measured on CPUs, from a table on known
-    GPUs."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRun:
@@ -185,7 +145,7 @@ class TrainRun:
     """Saving and loading of checkpoints."""
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    """Plots, TensorBoard, MFU and captures."""
+    """Metrics, plots, TensorBoard, experiment trackers, log messages and captures."""
 
     # Any: plain data; a dict has no hash, and runs are keys of caches
     callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict, hash=False)

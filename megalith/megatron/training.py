@@ -118,6 +118,23 @@ def translate_folders(draft: Draft) -> None:
         draft.put("--tensorboard-dir", "observe.tensorboard", True, text)
 
 
+def translate_logging(draft: Draft) -> None:
+    """Translate experiment trackers and the level of log messages."""
+    arguments, project = draft.arguments, "--wandb-project"
+    if arguments.value(project):
+        for flag in (project, "--wandb-exp-name", "--wandb-entity"):
+            draft.copy(flag)
+    else:
+        for flag in ("--wandb-exp-name", "--wandb-entity"):
+            if arguments.given(flag):
+                draft.report("already", flag, f"takes effect only with {project}")
+    level = arguments.value("--logging-level")
+    if level is not None:
+        names = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR"}
+        name = names[min(max(level // 10 * 10, 10), 40)]
+        draft.put("--logging-level", "observe.log_level", name)
+
+
 def _translate_retention(draft: Draft) -> None:
     retain, newest = "--save-retain-interval", "--most-recent-k"
     interval, count = draft.arguments.value(retain), draft.arguments.value(newest)

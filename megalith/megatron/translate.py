@@ -27,6 +27,7 @@ from megalith.megatron.parse import (
 )
 from megalith.megatron.training import (
     translate_folders,
+    translate_logging,
     translate_optimizer,
     translate_schedule,
     translate_steps,
@@ -74,6 +75,7 @@ def translate(
     translate_layout(draft)
     translate_memory(draft)
     translate_folders(draft)
+    translate_logging(draft)
     report_unmapped(draft)
     report_unused(draft)
     problems = (*draft.arguments.problems, *draft.problems)

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -143,31 +142,6 @@ def _event_writer(folder: Path, resume_at: int):  # type: ignore[no-untyped-def]
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=resume_at + 1)
-
-
-# log.txt of a run: log messages with times; warnings are also printed to the terminal.
-
-
-@contextmanager
-def log_to(path: Path) -> Iterator[None]:
-    """Append the package's log messages to `path` inside the context; warnings also go to standard
-    error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logger = logging.getLogger("megalith")
-    before = logger.level
-    file, terminal = logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler()
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal.setLevel(logging.WARNING)
-    logger.setLevel(logging.INFO)
-    for handler in (file, terminal):
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in (file, terminal):
-            logger.removeHandler(handler)
-        logger.setLevel(before)
-        file.close()
 
 
 # --- progress output: a progress bar with the remaining time on a terminal, plain lines elsewhere

@@ -10,6 +10,7 @@ from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems, tokenizer_problems
 from megalith.config.fields import range_problems
 from megalith.config.lora import lora_problems
+from megalith.config.observe import observe_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
@@ -128,6 +129,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         + data_problems(run.data)
         + checkpoint_problems(run.checkpoint)
         + tokenizer_problems(run.tokenizer)
+        + observe_problems(run.observe)
     )
 
 

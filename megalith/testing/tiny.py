@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
+from megalith.config.observe import ObserveConfig
 from megalith.config.optim import ScheduleConfig
 from megalith.config.parallel import ScheduleName
-from megalith.config.train import LoopConfig, ObserveConfig, TrainRun
+from megalith.config.train import LoopConfig, TrainRun
 from megalith.config.tree import Override, apply_overrides, save_yaml
 from megalith.kernels.triton import launch
 from megalith.plan.schedule import Schedule, build_schedule

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,8 @@ from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport, remove_leftovers
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
-from megalith.observe.metrics import StepProgress, log_to
+from megalith.observe.logs import log_to
+from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.mesh import Mesh
 from megalith.train.callbacks.base import (
@@ -33,6 +34,7 @@ from megalith.train.callbacks.health import (
 )
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
+    ExperimentTrackers,
     ExpertLoadMetrics,
     MetricsWriter,
     Plots,
@@ -77,7 +79,7 @@ def run_training(
     with (
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
-        log_to(folder.log) if first else nullcontext(),
+        _open_log(folder, run, mesh.world.rank),
         StepProgress(total=run.train.steps, show=show and first) as progress,
     ):
         if first:
@@ -86,6 +88,16 @@ def run_training(
             remove_leftovers(folder.checkpoints)  # files that a killed run left incomplete
         prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
         return TrainLoop(prepared, progress, lock, callbacks).run()
+
+
+def _open_log(folder: RunFolder, run: TrainRun, rank: int) -> AbstractContextManager[None]:
+    """Return a context in which the log messages of a rank are written to its file, if it has
+    one."""
+    if rank == 0:
+        return log_to(folder.log, run.observe)
+    if not run.observe.log_ranks:
+        return nullcontext()
+    return log_to(folder.rank_log(rank), run.observe, terminal=False)
 
 
 class TrainLoop:
@@ -107,6 +119,7 @@ class TrainLoop:
         self.stop_requests = StopRequests()
         self.evaluator = Evaluator()
         self.checkpointer = Checkpointer(self.fault_detector, lock)
+        uses_trackers = run.observe.wandb is not None or run.observe.mlflow is not None
         self.callbacks = CallbackList(
             [
                 ReplicaCheck(),
@@ -121,6 +134,7 @@ class TrainLoop:
                 self.checkpointer,
                 Plots(),
                 MetricsWriter(),
+                *([ExperimentTrackers()] if uses_trackers else []),
                 ProgressReporter(progress),
                 *callbacks,
             ]

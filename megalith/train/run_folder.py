@@ -80,6 +80,10 @@ class RunFolder:
         """Log messages with their times."""
         return self.path / "log.txt"
 
+    def rank_log(self, rank: int) -> Path:
+        """Return the path of the log messages of a rank above 0."""
+        return self.path / "logs" / f"rank_{rank:05d}.txt"
+
     @property
     def metrics(self) -> Path:
         """Metrics: one JSON object per logged step."""

@@ -421,3 +421,13 @@ def test_strict_rejects_flags_that_change_the_numbers(
 ) -> None:
     assert tiny(added).refusals(strict=False) == []
     assert len(strict := tiny(added).refusals(strict=True)) == 1 and refusal in strict[0]
+
+
+def test_experiment_trackers_and_log_level(tiny: Translate) -> None:
+    run = tiny("--wandb-project p --wandb-exp-name e --wandb-entity t --logging-level 35").run
+    assert run is not None and run.observe.wandb is not None
+    wandb = run.observe.wandb
+    assert (wandb.project, wandb.name, wandb.entity) == ("p", "e", "t")
+    assert run.observe.log_level == "WARNING"
+    without = tiny("--wandb-exp-name e").run
+    assert without is not None and without.observe.wandb is None

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.observe import ObserveConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
-from megalith.config.train import ObserveConfig, TrainRun
+from megalith.config.train import TrainRun
 from megalith.data.loader import BatchSettings, Loader
 from megalith.errors import DataError
 from megalith.kernels.layer_inputs import AuxLossScale, RoutingRecord

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
-from megalith.config.train import Captured, TrainRun
+from megalith.config.observe import Captured
+from megalith.config.train import TrainRun
 from megalith.kernels.layer_inputs import RoutingRecord
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh

@@ -1,9 +1,11 @@
-"""Metrics of a run: throughput, expert load, metrics.jsonl and TensorBoard, progress, plots."""
+"""Metrics of a run: throughput, expert load, metrics.jsonl, TensorBoard and experiment trackers,
+progress, plots."""
 
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from megalith.checkpoint.save import SaveReport
 from megalith.config.model import ModelConfig, list_attention_warnings
 from megalith.data.loader import StepBatches
 from megalith.errors import ConfigError
@@ -16,6 +18,7 @@ from megalith.nn.moe import LOSS_COEFFS
 from megalith.observe.machine import DTYPES, device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, StepProgress, Value, has_tensorboard
 from megalith.observe.routing import plot_experts, plot_run
+from megalith.observe.trackers import Message, TrackerThread, build_trackers
 from megalith.parallel.group import barrier, raise_on_all_ranks
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, tflops_per_device
@@ -298,6 +301,63 @@ class MetricsWriter(Callback):
             self._run.log(
                 f"the last rows of {self._run.folder.metrics} could not be written ({error})"
             )
+
+
+class ExperimentTrackers(Callback):
+    """Sends rows of metrics to W&B and MLflow, on rank 0 (observe.wandb, observe.mlflow)."""
+
+    collective = True
+
+    def __init__(self) -> None:
+        self._threads: list[TrackerThread] = []
+
+    def on_start(self, run: RunView) -> None:
+        """Connect, from a thread per tracker.
+
+        Raises:
+            CheckpointError: on every rank: a package is not installed.
+        """
+        self._run = run
+        raise_on_all_ranks(lambda: self._open() if run.is_writer else None, run.mesh.world)
+
+    def _open(self) -> None:
+        config, prepared = self._run.config, self._run.prepared
+        trackers = build_trackers(
+            config.observe.wandb,
+            config.observe.mlflow,
+            config,
+            self._run.folder.path,
+            is_resumed=prepared.is_resumed,
+        )
+        self._threads = [TrackerThread(tracker, step=self._run.step) for tracker in trackers]
+
+    def on_log(self, metrics: Mapping[str, Value]) -> None:
+        """Queue a row."""
+        self._put({**metrics})
+
+    def after_save(self, report: SaveReport) -> None:
+        """Queue the path of the checkpoint."""
+        self._put(report.path.absolute())
+
+    def after_rollback(self, step: int) -> None:
+        """Continue after an earlier step."""
+        self._put(step)
+
+    def _put(self, message: Message) -> None:
+        for thread in self._threads:
+            thread.put(message)
+
+    def on_error(self, error: BaseException) -> None:
+        """End the runs as failed."""
+        self._close(failed=True)
+
+    def on_end(self, outcome: Outcome) -> None:
+        """End the runs."""
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
+        for thread in self._threads:
+            thread.close(failed=failed, seconds=self._run.config.observe.flush_seconds)
 
 
 class ProgressReporter(Callback):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalith.checkpoint.format import as_bytes
 from megalith.checkpoint.safetensors import PlannedTensor, padded_header
-from megalith.config.train import Captured
+from megalith.config.observe import Captured
 from megalith.data.loader import Batch, StepBatches
 from megalith.errors import DataError
 from megalith.kernels.layer_inputs import RoutingCapture, RoutingRecord

@@ -1,0 +1,62 @@
+"""Log messages of a run: log.txt of rank 0, and on request one file per rank."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megalith.config.observe import ObserveConfig
+
+_PACKAGE = "megalith"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a message as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return time, level, logger, text, and the traceback if there is one."""
+        time = datetime.fromtimestamp(record.created, UTC)
+        fields = {
+            "time_utc": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+@contextmanager
+def log_to(path: Path, config: ObserveConfig, *, terminal: bool = True) -> Iterator[None]:
+    """Append the package's log messages to `path` inside the context, from the levels of the
+    settings on; `terminal`: also write warnings to standard error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    levels = {_PACKAGE: config.log_level} | dict(parse_log_levels(config.log_levels))
+    before = {name: logging.getLogger(name).level for name in levels}
+    file = logging.FileHandler(path, encoding="utf-8", delay=not terminal)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    file.setFormatter(JsonFormatter() if config.log_format == "json" else text)
+    handlers: list[logging.Handler] = [file]
+    if terminal:
+        handlers.append(logging.StreamHandler())
+        handlers[-1].setLevel(logging.WARNING)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    for handler in handlers:
+        logging.getLogger(_PACKAGE).addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logging.getLogger(_PACKAGE).removeHandler(handler)
+        for name, number in before.items():
+            logging.getLogger(name).setLevel(number)
+        file.close()
+
+
+def parse_log_levels(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Split `NAME=LEVEL` texts, which the rules have checked."""
+    return [(name, level) for name, _, level in (text.partition("=") for text in texts)]

@@ -1,0 +1,316 @@
+"""Experiment trackers: metrics reach them in order from a thread, and a tracker that cannot be
+reached stops no run."""
+
+import json
+import logging
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.config.observe import MlflowConfig, WandbConfig
+from megalith.errors import ConfigError
+from megalith.observe import trackers
+from megalith.observe.metrics import Row
+from megalith.observe.trackers import (
+    MlflowTracker,
+    RunIds,
+    TrackerThread,
+    WandbTracker,
+    build_trackers,
+)
+from megalith.testing.tiny import tiny_run
+
+
+class FakeTracker:
+    """Records the calls; `failures`: how often starting fails."""
+
+    setting = "observe.fake"
+    advice = "Start the server"
+
+    def __init__(self, *, failures: int = 0) -> None:
+        self.events: list[Any] = []
+        self.failures = failures
+        self.release = threading.Event()
+        self.release.set()
+
+    def start(self, step: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no route to host")
+        self.events.append(("start", step))
+
+    def write(self, rows: Sequence[Row]) -> None:
+        self.release.wait(60)
+        self.events += [row["step"] for row in rows]
+
+    def link_checkpoint(self, path: Path) -> None:
+        self.events.append(path.name)
+
+    def finish(self, *, failed: bool) -> None:
+        self.events.append(("finish", failed))
+
+
+def test_messages_are_sent_in_order() -> None:
+    tracker = FakeTracker()
+    thread = TrackerThread(tracker, step=3)
+    for message in ({"step": 4}, {"step": 5}, Path("step_0000005"), {"step": 6}, 5, {"step": 6}):
+        thread.put(message)
+    thread.close(failed=False, seconds=60)
+    assert tracker.events == [
+        ("start", 3),
+        4,
+        5,
+        "step_0000005",
+        6,
+        ("finish", False),
+        ("start", 5),
+        6,
+        ("finish", False),
+    ]
+
+
+def test_unreachable_tracker_is_reported_once_and_gets_all_rows_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracker = FakeTracker(failures=3)
+    with caplog.at_level(logging.WARNING):
+        thread = TrackerThread(tracker, step=0, retry_seconds=0)
+        for step in range(1, 4):
+            thread.put({"step": step})
+        while tracker.failures:
+            threading.Event().wait(0.001)
+        thread.close(failed=True, seconds=60)
+    assert tracker.events == [("start", 0), 1, 2, 3, ("finish", True)]
+    (message,) = caplog.messages
+    assert message.startswith("observe.fake: cannot be reached (no route to host). The run conti")
+    assert message.endswith("are kept for later attempts. Start the server.")
+
+
+def test_only_the_newest_rows_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "MAX_WAITING_ROWS", 4)
+    tracker = FakeTracker(failures=1)
+    thread = TrackerThread(tracker, step=0, retry_seconds=60)
+    for step in range(1, 9):
+        thread.put({"step": step})
+    with caplog.at_level(logging.WARNING):
+        thread.close(failed=False, seconds=60)
+    assert tracker.events == [("start", 0), 6, 7, 8, ("finish", False)]
+    assert "observe.fake: 5 rows of metrics were not sent; metrics.jsonl has them." in caplog.text
+
+
+def test_slow_tracker_delays_neither_a_step_nor_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = FakeTracker()
+    tracker.release.clear()
+    thread = TrackerThread(tracker, step=0)
+    for step in range(1, 4):
+        thread.put({"step": step})
+    with caplog.at_level(logging.WARNING):
+        thread.close(failed=False, seconds=0.05)
+    tracker.release.set()
+    assert "3 rows of metrics were not sent within observe.flush_seconds=0.05" in caplog.text
+
+
+class FakeWandb(types.ModuleType):
+    """The parts of the wandb package that are used; `steps`: last step + 1 of each run."""
+
+    class Error(Exception):
+        """Error of the package."""
+
+    def __init__(self, *, api_key: str | None = "key", can_rewind: bool = True) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.api_key = api_key
+        self.can_rewind = can_rewind
+        self.steps: dict[str, int] = {}
+        self.rows: list[tuple[str, int, dict[str, float]]] = []
+        self.inits: list[dict[str, Any]] = []
+
+    def login(self, *, prompt: bool) -> bool:
+        """Return whether there is a login."""
+        assert not prompt
+        return self.api_key is not None
+
+    def Settings(self, **options: object) -> dict[str, object]:
+        """Return the settings of a run."""
+        return options
+
+    def init(self, **options: Any) -> types.SimpleNamespace:
+        """Start or continue a run."""
+        self.inits.append(options)
+        if "resume_from" in options and not self.can_rewind:
+            raise self.Error("rewinding is not supported")
+        rewound, _, step = options.get("resume_from", "").partition("?_step=")
+        run_id = options.get("id") or rewound or f"run{len(self.inits)}"
+        start = int(step) + 1 if step else self.steps.get(run_id, 0)
+
+        def log(values: dict[str, float], step: int) -> None:
+            self.rows.append((run_id, step, values))
+            self.steps[run_id] = step + 1
+
+        return types.SimpleNamespace(
+            id=run_id, step=start, log=log, summary={}, finish=lambda exit_code=0: None
+        )
+
+
+def write_steps(folder: Path, steps: range, *, is_resumed: bool, **config: Any) -> None:
+    """Send rows of some steps with a W&B tracker."""
+    ids = RunIds(folder / "trackers.json", is_resumed=is_resumed)
+    wandb = WandbConfig(project="p", **config)
+    thread = TrackerThread(WandbTracker(wandb, tiny_run(), ids, folder), step=steps.start - 1)
+    for step in steps:
+        thread.put({"step": step, "loss": float(step), "name": "text", "nan": float("nan")})
+    thread.close(failed=False, seconds=60)
+
+
+def test_wandb_gets_the_settings_and_finite_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write_steps(tmp_path, range(1, 3), is_resumed=False, tags=("a", "b"), group="g")
+    assert fake.rows == [("run1", 1, {"loss": 1.0}), ("run1", 2, {"loss": 2.0})]
+    (options,) = fake.inits
+    assert (options["project"], options["name"], options["group"]) == ("p", "tiny", "g")
+    assert (options["tags"], options["mode"], options["dir"]) == (
+        ("a", "b"),
+        "online",
+        str(tmp_path),
+    )
+    assert options["config"]["train"]["steps"] == 8
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"observe.wandb": "run1"}
+
+
+@pytest.mark.parametrize(
+    ("can_rewind", "runs"), [(True, ["run1", "run1"]), (False, ["run1", "run4"])]
+)
+def test_resumed_run_continues_the_wandb_run_without_duplicate_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_rewind: bool, runs: list[str]
+) -> None:
+    """Steps 3 and 4 were sent and then lost in a crash, so that W&B must go back to step 2."""
+    fake = FakeWandb(can_rewind=can_rewind)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write_steps(tmp_path, range(1, 5), is_resumed=False)
+    write_steps(tmp_path, range(3, 5), is_resumed=True)
+    assert [run for run, step, _ in fake.rows if step == 3] == runs
+    assert fake.inits[1]["id"] == "run1"
+    assert fake.inits[2]["resume_from"] == "run1?_step=2"
+    if not can_rewind:
+        assert fake.inits[3]["config"]["resumed_from"] == "run1"
+
+
+def test_run_without_later_steps_continues_the_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write_steps(tmp_path, range(1, 3), is_resumed=False)
+    write_steps(tmp_path, range(3, 5), is_resumed=True)
+    assert [(run, step) for run, step, _ in fake.rows] == [("run1", step) for step in range(1, 5)]
+    write_steps(tmp_path, range(1, 2), is_resumed=False)  # the checkpoints were deleted
+    assert fake.rows[-1][0] == "run3"
+
+
+def test_missing_wandb_login_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(api_key=None))
+    with caplog.at_level(logging.WARNING):
+        write_steps(tmp_path, range(1, 3), is_resumed=False)
+    assert caplog.messages[0].startswith("observe.wandb: cannot be reached (there is no login).")
+    assert "Log in with `wandb login`, or set observe.wandb.mode=offline." in caplog.messages[0]
+    assert "2 rows of metrics were not sent" in caplog.messages[1]
+    caplog.clear()
+    write_steps(tmp_path, range(1, 3), is_resumed=False, mode="offline")  # needs none
+    assert not caplog.messages
+
+
+def test_mlflow_gets_parameters_and_metrics_in_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[tuple[str, list[Any], list[Any]]] = []
+    events: list[tuple[str, ...]] = []
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            events.append(("connect", tracking_uri))
+
+        def get_experiment_by_name(self, name: str) -> None:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return f"id of {name}"
+
+        def create_run(self, experiment: str, run_name: str) -> Any:
+            events.append(("create", experiment, run_name))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+
+        def update_run(self, run_id: str, status: str) -> None:
+            events.append((status, run_id))
+
+        def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+            batches.append((run_id, [*metrics], [*params]))
+
+        def set_tag(self, run_id: str, key: str, value: str) -> None:
+            events.append((key, value))
+
+        def set_terminated(self, run_id: str, status: str) -> None:
+            events.append((status, run_id))
+
+    fake: Any = types.ModuleType("mlflow")
+    fake.__spec__ = ModuleSpec("mlflow", None)
+    fake.MlflowClient = Client
+    fake.entities = types.SimpleNamespace(
+        Metric=lambda key, value, timestamp, step: (key, value, step),
+        Param=lambda key, value: (key, value),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setattr(MlflowTracker, "MAX_METRICS", 3)
+    config = MlflowConfig(tracking_uri="http://localhost:5000")
+    for is_resumed, steps in ((False, (1, 2)), (True, (3, 4))):
+        ids = RunIds(tmp_path / "trackers.json", is_resumed=is_resumed)
+        thread = TrackerThread(MlflowTracker(config, tiny_run(), ids), step=steps[0] - 1)
+        for step in steps:
+            thread.put({"step": step, "loss": 0.5, "lr_a*b": 1})
+        thread.put(Path("step_0000002"))
+        thread.close(failed=is_resumed, seconds=60)
+    params = dict(pair for _, _, batch in batches for pair in batch)
+    assert params["train.global_batch_size"] == "12"
+    assert max(len(batch) for _, _, batch in batches) == 100
+    metrics = [batch for _, batch, _ in batches if batch]
+    assert max(map(len, metrics)) <= 3
+    expected = [
+        (name, value, s) for s in (1, 2, 3, 4) for name, value in (("loss", 0.5), ("lr_a_b", 1.0))
+    ]
+    assert [metric for batch in metrics for metric in batch] == expected
+    assert events == [
+        ("connect", "http://localhost:5000"),
+        ("create", "id of megalith", "tiny"),
+        ("checkpoint", "step_0000002"),
+        ("FINISHED", "r1"),
+        ("connect", "http://localhost:5000"),
+        ("RUNNING", "r1"),
+        ("checkpoint", "step_0000002"),
+        ("FAILED", "r1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "package"),
+    [("observe.wandb", "wandb", "wandb"), ("observe.mlflow", "mlflow", "mlflow-skinny")],
+)
+def test_missing_package_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, module: str, package: str
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    wandb = WandbConfig(project="p") if module == "wandb" else None
+    mlflow = MlflowConfig(tracking_uri="http://x") if module == "mlflow" else None
+    with pytest.raises(ConfigError, match=f"{setting} is set and needs the package {package}. Run"):
+        build_trackers(wandb, mlflow, tiny_run(), tmp_path, is_resumed=False)

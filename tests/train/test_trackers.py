@@ -1,0 +1,104 @@
+"""W&B and MLflow get the rows of metrics.jsonl, and log messages have levels and a file per
+rank."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.train import TrainRun
+from megalith.errors import CheckpointError
+from megalith.observe import trackers
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+from tests.observe.test_trackers import FakeWandb
+
+CPU = torch.device("cpu")
+SHORT = {"train.steps": "2", "train.eval_steps": "0"}
+
+
+def train(path: Path, settings: dict[str, str]) -> None:
+    """Run the tiny run on one process."""
+    run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=False)
+
+
+def test_wandb_gets_the_rows_of_the_metrics_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(tmp_path, SHORT | {"observe.wandb.project": "p"})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(step, values["loss"]) for _, step, values in fake.rows] == [
+        (row["step"], row["loss"]) for row in rows
+    ]
+
+
+def test_tracker_without_package_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"observe.mlflow is set and needs the package"):
+        train(tmp_path, SHORT | {"observe.mlflow.tracking_uri": "http://localhost:5000"})
+
+
+@pytest.mark.slow
+def test_real_trackers_record_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B offline, and MLflow in a folder; both packages are optional."""
+    pytest.importorskip("wandb")
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    settings = {"observe.wandb.project": "p", "observe.wandb.mode": "offline"}
+    settings |= {"observe.mlflow.tracking_uri": uri}
+    train(tmp_path / "run", SHORT | settings)
+    train(tmp_path / "run", SHORT | settings | {"train.steps": "4"})
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))) == 2
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("megalith")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("tiny", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "loss")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(m.step, m.value) for m in history] == [(row["step"], row["loss"]) for row in rows]
+    assert run.data.params["train.global_batch_size"] == "12"
+    assert run.data.tags["checkpoint"].endswith("step_0000004")
+
+
+def _train_rank(rank: int, world: int, run: TrainRun, path: Path) -> None:
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    run_training(run, RunFolder(path), mesh, CPU, show=False)
+
+
+def test_levels_and_files_of_log_messages(tmp_path: Path) -> None:
+    settings = SHORT | {
+        "parallel.tp": "2",
+        "observe.log_ranks": "true",
+        "observe.log_format": "json",
+    }
+    settings |= {
+        "observe.log_level": "WARNING",
+        "observe.log_levels": "megalith.train.callbacks=INFO",
+    }
+    run_ranks(_train_rank, 2, tiny_run(settings), tmp_path)
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / "log.txt").read_text().splitlines()
+    ]
+    assert {line["logger"] for line in lines} == {"megalith.train.callbacks.health"}
+    assert {line["level"] for line in lines} == {"INFO"}
+    assert (tmp_path / "logs" / "rank_00001.txt").read_text()
+
+
+@pytest.mark.parametrize("text", ["megalith.train", "torch=INFO", "megalith=info", "=INFO"])
+def test_wrong_log_levels_are_rejected(text: str) -> None:
+    (problem,) = run_problems(tiny_run({"observe.log_levels": text}), 1)
+    assert problem.startswith(f"observe.log_levels={text}: expected NAME=LEVEL")
