@@ -1,5 +1,4 @@
-"""Callbacks that log the gradient norm of each layer, and stop a run that no longer improves:
-`--callback examples.callback:LayerGradientNorms examples.callback:EarlyStop`."""
+"""Two callbacks: `--callback examples.callback:LayerGradientNorms examples.callback:EarlyStop`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +7,8 @@ from typing import Annotated, Any
 from megalith.config.fields import Ge
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
-from megalith.train.evaluate import Evaluation
 from megalith.train.step import StepRequest
+from megalith.train.suites import SuiteResults
 
 
 class LayerGradientNorms(Callback):
@@ -21,7 +20,7 @@ class LayerGradientNorms(Callback):
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
         """Sum the squares of each layer; reading them waits for the device."""
-        squares: dict[str, float] = {}
+        squares = dict[str, float]()
         for param in local_params if self.run.is_logged(self.run.step + 1) else ():
             layer = "_".join(param.shard.name.split(".")[:2])
             squares[layer] = squares.get(layer, 0.0) + float(param.gradient.square().sum())
@@ -44,10 +43,12 @@ class EarlyStop(Callback):
     config: Config
     best, num_worse = float("inf"), 0
 
-    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> StepRequest | None:
+    def after_evaluate(self, results: SuiteResults, metrics: StepMetrics) -> StepRequest | None:
         """Compare the loss, which is equal on all ranks, with the best one."""
-        self.num_worse = 0 if evaluation.loss < self.best else self.num_worse + 1
-        self.best = min(self.best, evaluation.loss)
+        if not isinstance(loss := metrics.get("eval_loss"), float):  # only other suites are due
+            return None
+        self.num_worse = 0 if loss < self.best else self.num_worse + 1
+        self.best = min(self.best, loss)
         return StepRequest.STOP if self.num_worse >= self.config.patience else None
 
     def state_dict(self) -> dict[str, Any]:

@@ -235,6 +235,10 @@ def _iter_numbers(
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _iter_numbers(item, f"{path}[{index}]", valid)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if is_dataclass(item):
+                yield from _iter_numbers(item, join_path(path, str(key)), valid)
     elif isinstance(value, int | float) and not isinstance(value, bool) and valid is not None:
         yield path, value, valid
 

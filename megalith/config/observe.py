@@ -1,6 +1,6 @@
 """Settings of what a run measures and writes: metrics, experiment trackers, log messages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 from megalith.config.fields import Example, Ge, Gt, Le
@@ -47,6 +47,54 @@ class MlflowConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DumpConfig:
+    """Dumps of weights and gradients: dumps/step_0000100/rank_00000.safetensors, each rank its
+    shards."""
+
+    every: Annotated[int | None, Ge(1)] = None
+    """Steps between dumps. Unset: no dumps."""
+
+    weights: bool = False
+    """Dump the weights after the update."""
+
+    gradients: bool = False
+    """Dump the summed gradients before clipping."""
+
+    only: tuple[str, ...] = ()
+    """Patterns of the parameters to dump, such as layers.0.*. Empty: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """Profile of a window of steps, one file per rank in profile/."""
+
+    start: Annotated[int | None, Ge(1)] = None
+    """First profiled step. Unset: no profile."""
+
+    steps: Annotated[int, Ge(1)] = 2
+    """Number of profiled steps."""
+
+    warmup: Annotated[int, Ge(0)] = 1
+    """Steps before `start` in which the profiler already runs, and which are not recorded."""
+
+    ranks: tuple[int, ...] = (0,)
+    """Ranks that are profiled. Empty: all."""
+
+    tool: Literal["torch", "nsys"] = "torch"
+    """torch: torch.profiler, which writes a Chrome trace; nsys: start and stop the capture of
+    `nsys profile --capture-range=cudaProfilerApi`, with NVTX ranges of sections and layers."""
+
+    shapes: bool = False
+    """Record the shapes of inputs (torch)."""
+
+    stacks: bool = False
+    """Record Python stacks (torch)."""
+
+    memory: bool = False
+    """Record allocations (torch)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
     """Measurements and outputs of a run besides metrics.jsonl."""
 
@@ -72,9 +120,15 @@ class ObserveConfig:
     and step: hidden (inputs of the routers), logits, weights (of the selected experts), all
     in bf16, and routers (their parameters, unconverted)."""
 
+    timer_level: Annotated[int, Ge(0), Le(2)] = 0
+    """Sections of a step whose time is logged, as `time_NAME_ms` per step: the mean over ranks, and
+    with several ranks also minimum, maximum and the slowest rank. 0: none; 1: data, forward and
+    backward together, exposed gradient reduction, optimizer, evaluation, saving, callbacks; 2: also
+    forward, backward and messages of each microbatch."""
+
     callback_times: bool = False
-    """Log the host time spent in each callback since the last logged step, on rank 0, as
-    `time_NAME_ms`."""
+    """Log the host time spent in each callback as `time_NAME_ms` per step, as with `timer_level`
+    1."""
 
     parameters: bool = False
     """Write parameters.jsonl at the start of the run: for each parameter, whether it is trained
@@ -83,6 +137,24 @@ class ObserveConfig:
     peak_tflops: Annotated[float | None, Gt(0), Le(1e9), Example(100.0)] = None
     """Peak TFLOP/s of one device, for the MFU. Unset: measured on CPUs, from a table on known
     GPUs."""
+
+    memory_every: Annotated[int | None, Ge(1)] = None
+    """Log measured and estimated memory of every position in the layout after steps 1 and 2 and
+    then at multiples of this step. Unset: never."""
+
+    memory_history: bool = False
+    """Record allocations on the GPU, and write memory/rank_0_step_9.pickle (for
+    https://docs.pytorch.org/memory_viz) when a rank runs out of memory."""
+
+    param_norm: bool = False
+    """Log the L2 norm of all parameters, from master weights, as `param_norm`."""
+
+    energy: bool = False
+    """Log joules per step and per token and mean power, of GPUs (NVML) or of CPUs (RAPL). Omitted
+    where a device has no readable counter."""
+
+    dump: DumpConfig = field(default_factory=DumpConfig)
+    """Dumps of weights and gradients."""
 
     log_level: LogLevel = "INFO"
     """Lowest level of the log messages in log.txt."""
@@ -119,4 +191,31 @@ def observe_problems(config: ObserveConfig) -> list[str]:
                 f"with megalith and a level of {', '.join(get_args(LogLevel))}.{near} Use for "
                 "example megalith.checkpoint=DEBUG."
             )
+    dump = config.dump
+    if dump.every is not None and not (dump.weights or dump.gradients):
+        problems.append(
+            f"observe.dump.every={dump.every}: nothing is dumped. Set observe.dump.weights=true or "
+            "observe.dump.gradients=true."
+        )
+    return problems
+
+
+def profile_problems(config: ProfileConfig, *, steps: int, world: int) -> list[str]:
+    """Return the messages of a window that a run of `steps` steps on `world` ranks does not
+    have."""
+    if config.start is None:
+        return []
+    problems = [
+        f"profile.ranks={rank}: the run has {world} ranks. Use a rank from 0 to {world - 1}."
+        for rank in config.ranks
+        if not 0 <= rank < world
+    ]
+    last = config.start + config.steps - 1
+    if last > steps:
+        problems.append(
+            f"profile.start={config.start} with profile.steps={config.steps} ends at step {last}, "
+            f"and the run at train.steps={steps}. Set profile.start to "
+            f"{max(1, steps - config.steps + 1)} or less, or profile.steps to "
+            f"{max(1, steps - config.start + 1)} or less."
+        )
     return problems

@@ -10,7 +10,7 @@ from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
-from megalith.config.observe import ObserveConfig
+from megalith.config.observe import ObserveConfig, ProfileConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.tree import load_yaml
@@ -90,10 +90,44 @@ class LoopConfig:
     """Time limit in minutes, after which the run saves a checkpoint and exits with code 75; the
     same command resumes it. Unset: no limit."""
 
+    gc_interval: Annotated[int | None, Ge(0)] = None
+    """Steps between garbage collections of Python, on all ranks in the same step and around
+    evaluations; 0: whenever Python collects. Unset: 100 on several ranks, where a collection on
+    one rank delays all, else 0."""
+
     callbacks: tuple[str, ...] = ()
     """Callbacks of installed packages, named by their entry points in the group
     `megalith.callbacks`. A class that is not installed is named on the command line: --callback
     package.module:Class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteConfig:
+    """Evaluation suite: a set of text, or of multiple-choice questions, that is evaluated in one
+    exact pass."""
+
+    kind: Literal["text", "choice"] = "text"
+    """text: loss and bits per byte of a corpus or of a split; choice: accuracy on multiple-choice
+    questions."""
+
+    path: tuple[str, ...] = ()
+    """text: prefixes of .bin/.idx files, as data.path; choice: one JSONL file with `context`,
+    `choices`, `answer` (its index), and optionally `shots` (texts of examples) and `group`."""
+
+    split: Literal["train", "valid", "test"] | None = None
+    """text: a split of the run's own data, in place of `path`."""
+
+    every: Annotated[int | None, Ge(0)] = None
+    """Steps between evaluations. Unset or 0: only after the last step."""
+
+    start: Annotated[int, Ge(0)] = 0
+    """First step after which the suite is evaluated."""
+
+    rows: Annotated[int | None, Ge(1)] = None
+    """Number of rows, or of questions, that are read. Unset: all, once."""
+
+    batch: Annotated[int | None, Ge(1)] = None
+    """text: rows per microbatch. Unset: train.micro_batch_size."""
 
 
 CALLBACK_GROUP = "megalith.callbacks"
@@ -147,6 +181,13 @@ class TrainRun:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     """Metrics, plots, TensorBoard, experiment trackers, log messages and captures."""
 
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Profile of a window of steps."""
+
+    evaluate: dict[str, SuiteConfig] = field(default_factory=dict, hash=False)
+    """Evaluation suites by name, such as evaluate.code.path; their metrics are NAME_loss,
+    NAME_acc and so on. The validation split has train.eval_every and train.eval_steps."""
+
     # Any: plain data; a dict has no hash, and runs are keys of caches
     callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict, hash=False)
     """Settings of callbacks by name, such as callbacks.EarlyStop.patience. The class of a callback
@@ -181,3 +222,32 @@ def dropout_seed(run: TrainRun) -> int | None:
     drops = run.model.dropout.is_enabled() or (run.lora is not None and run.lora.dropout > 0)
     noisy = run.model.moe is not None and run.model.moe.router.uses_random_numbers()
     return run.seed if drops or noisy else None
+
+
+def suite_problems(run: TrainRun) -> list[str]:
+    """Return the messages of evaluation suites that are not valid."""
+    problems = []
+    for name, suite in run.evaluate.items():
+        at = f"evaluate.{name}"
+        if not name.replace("-", "_").isidentifier() or name == "eval":
+            problems.append(
+                f"{at}: the name is part of metrics, and eval is the validation split. Use "
+                "letters, digits and underscores, for example evaluate.code."
+            )
+        if suite.kind == "choice" and (len(suite.path) != 1 or suite.split is not None):
+            problems.append(
+                f"{at}.kind=choice reads the questions of one JSONL file. Set {at}.path to it"
+                f"{f', and {at}.split to none' if suite.split else ''}."
+            )
+        elif suite.kind == "text" and bool(suite.path) == (suite.split is not None):
+            problems.append(
+                f"{at} needs exactly one source. Set {at}.path to prefixes of .bin/.idx files, or "
+                f"{at}.split to valid."
+            )
+        if suite.batch is not None and (suite.kind == "choice" or run.train.tokens_per_microbatch):
+            problems.append(
+                f"{at}.batch={suite.batch} is the number of rows of a microbatch, and "
+                f"{'each choice is one' if suite.kind == 'choice' else 'documents are packed'}. "
+                f"Set {at}.batch to none."
+            )
+    return problems

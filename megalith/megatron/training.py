@@ -1,6 +1,6 @@
 """Translate batches, steps, precision, optimizer, schedules and folders to our settings."""
 
-from megalith.config.data import parse_split
+from megalith.config.data import parse_blend, parse_split
 from megalith.config.fields import Plain
 from megalith.errors import ConfigError
 from megalith.megatron.parse import Draft
@@ -69,12 +69,50 @@ def _translate_evaluation(draft: Draft) -> None:
             text = "nothing is evaluated, because there is no validation data"
             draft.report("explained", steps_flag, text)
         return
+    if any(draft.arguments.value(flag) for flag in _SUITES):
+        _translate_suites(draft, interval, steps)
+        return
     draft.put(steps_flag, "train.eval_steps", steps)
     if interval is not None and interval > 0 and steps > 0:
         draft.put(interval_flag, "train.eval_every", interval)
     elif steps > 0:
         text = "evaluates after the last step only; Megatron before 0.19 assumes 1000"
         draft.report("explained", interval_flag, text)
+
+
+_SUITES = (
+    "--full-validation",
+    "--multiple-validation-sets",
+    "--start-eval-at-iter",
+    "--eval-micro-batch-size",
+    "--eval-global-batch-size",
+)
+
+
+def _translate_suites(draft: Draft, interval: int | None, steps: int) -> None:
+    """Translate evaluations that train.eval_every and train.eval_steps do not cover: one suite for
+    the validation split, or for each of its sets."""
+    arguments = draft.arguments
+    full, several, start, micro_batch, global_batch = _SUITES
+    suite: dict[str, Plain] = {"every": interval or 0, "start": arguments.value(start) or 0}
+    if not arguments.value(full):
+        suite["rows"] = steps * (
+            arguments.value(global_batch) or _read_count(draft, _GLOBAL_SETTING)
+        )
+    if arguments.value(micro_batch) is not None:
+        suite["batch"] = arguments.value(micro_batch)
+    suites: dict[str, Plain] = {"valid": suite | {"split": "valid"}}
+    if arguments.value(several):
+        paths = parse_blend("--valid-data-path", arguments.value("--valid-data-path") or ["x"])
+        names = arguments.value("--validation-set-names") or []
+        suites = {
+            names[number] if number < len(names) else f"valid_{number}": suite | {"path": [path]}
+            for number, path in enumerate(paths.prefixes)
+        }
+    draft.put("--eval-iters", "train.eval_steps", 0, "replaced by suites")
+    for flag in (*_SUITES, "--validation-set-names", "--eval-interval"):
+        if arguments.given(flag):
+            draft.put(flag, "evaluate", suites)
 
 
 def _has_validation(draft: Draft) -> bool:
@@ -119,7 +157,8 @@ def translate_folders(draft: Draft) -> None:
 
 
 def translate_logging(draft: Draft) -> None:
-    """Translate experiment trackers and the level of log messages."""
+    """Translate timers, experiment trackers and the level of log messages."""
+    draft.copy("--timing-log-level")
     arguments, project = draft.arguments, "--wandb-project"
     if arguments.value(project):
         for flag in (project, "--wandb-exp-name", "--wandb-entity"):
@@ -133,6 +172,56 @@ def translate_logging(draft: Draft) -> None:
         names = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR"}
         name = names[min(max(level // 10 * 10, 10), 40)]
         draft.put("--logging-level", "observe.log_level", name)
+
+
+def translate_measurements(draft: Draft) -> None:
+    """Translate profiles, memory, energy, parameter norms and garbage collection."""
+    arguments, gc_flag, interval_flag = draft.arguments, "--manual-gc", "--manual-gc-interval"
+    for flag, setting in (
+        ("--log-params-norm", "observe.param_norm"),
+        ("--log-energy", "observe.energy"),
+        ("--record-memory-history", "observe.memory_history"),
+    ):
+        if arguments.value(flag):
+            draft.put(flag, setting, True)
+    draft.copy("--log-memory-interval")
+    if arguments.value(gc_flag):
+        draft.put(gc_flag, "train.gc_interval", arguments.value(interval_flag) or 100)
+    elif arguments.given(interval_flag):
+        draft.report("already", interval_flag, f"takes effect only with {gc_flag}")
+    _translate_profile(draft)
+
+
+_PROFILE = (
+    "--profile-step-start",
+    "--profile-step-end",
+    "--profile-ranks",
+    "--use-pytorch-profiler",
+    "--pytorch-profiler-collect-shapes",
+    "--pytorch-profiler-collect-callstack",
+)
+
+
+def _translate_profile(draft: Draft) -> None:
+    arguments = draft.arguments
+    if not arguments.value("--profile"):
+        for flag in _PROFILE:
+            if arguments.given(flag):
+                draft.report("already", flag, "takes effect only with --profile")
+        return
+    start, end, ranks, torch_flag, shapes, stacks = _PROFILE
+    tool = "torch" if arguments.value(torch_flag) else "nsys"
+    draft.put("--profile", "profile.tool", tool)
+    if arguments.given(torch_flag):
+        draft.put(torch_flag, "profile.tool", tool)
+    first, last = arguments.value(start), arguments.value(end)
+    draft.put(start, "profile.start", first + 1)
+    draft.put(end, "profile.steps", max(1, last - first), of=(start,))
+    words = arguments.value(ranks) or []
+    draft.put(ranks, "profile.ranks", [int(word) for word in words if word.isdigit()])
+    for flag, setting in ((shapes, "profile.shapes"), (stacks, "profile.stacks")):
+        if arguments.value(flag):
+            draft.put(flag, setting, True)
 
 
 def _translate_retention(draft: Draft) -> None:

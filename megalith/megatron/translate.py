@@ -28,6 +28,7 @@ from megalith.megatron.parse import (
 from megalith.megatron.training import (
     translate_folders,
     translate_logging,
+    translate_measurements,
     translate_optimizer,
     translate_schedule,
     translate_steps,
@@ -76,6 +77,7 @@ def translate(
     translate_memory(draft)
     translate_folders(draft)
     translate_logging(draft)
+    translate_measurements(draft)
     report_unmapped(draft)
     report_unused(draft)
     problems = (*draft.arguments.problems, *draft.problems)

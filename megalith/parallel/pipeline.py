@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps, Groups
 from megalith.kernels.linear import MatmulOps
 from megalith.observe.flight import BACKWARD_LANE
+from megalith.observe.timers import Timers
 from megalith.parallel.p2p import (
     PendingReceive,
     PipelineGroups,
@@ -310,6 +311,9 @@ class Pipeline:
     after_microbatch: Callable[[int], None] | None = None
     """Called with a microbatch after its last backward through the chunks of this rank."""
 
+    timers: Timers = field(default_factory=Timers)
+    """Timers of the actions."""
+
     def run(
         self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None
     ) -> None:
@@ -321,7 +325,7 @@ class Pipeline:
         """
         boundary = boundary or self.boundary
         with self._open_link(schedule, boundary) as link:
-            step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
+            step = _Step(schedule, self.rank, chunks, self.weights, link, boundary, self.timers)
             single_actions = zip(schedule.ranks[self.rank], strict=True)
             for actions in (
                 concurrent_actions(schedule, self.rank) if schedule.pairs else single_actions
@@ -374,6 +378,7 @@ class _Step:
     weights: Sequence[WeightGradStore]
     link: StageLink | None
     boundary: Boundary | None
+    timers: Timers
     in_progress: dict[tuple[int, int], _MicrobatchState] = field(default_factory=dict)
     posted: dict[tuple[Direction, int, int], PendingReceive] = field(default_factory=dict)
     computed: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)
@@ -394,7 +399,8 @@ class _Step:
             case "I":
                 self._backward(chunk, microbatch, defer_weight_grads=True)
             case "W":
-                self.weights[chunk].run_deferred(microbatch)
+                with self.timers.section("weight_grads"):
+                    self.weights[chunk].run_deferred(microbatch)
             case "send_forward":
                 self._send("forward", chunk, microbatch, peer)
             case "send_backward":
@@ -430,7 +436,8 @@ class _Step:
         if training:
             for x in self._select_differentiable(received, stage, microbatch):
                 x.requires_grad_()
-        outputs = self.chunks[chunk](microbatch, received)
+        with self.timers.section("forward"):
+            outputs = self.chunks[chunk](microbatch, received)
         last = self._neighbor(chunk, "forward") is None
         if training:
             ends = outputs if last else self._select_differentiable(outputs, stage + 1, microbatch)
@@ -446,7 +453,8 @@ class _Step:
         roots = [
             (edge, dy) for edge, dy in zip(state.edges, gradients, strict=True) if edge is not None
         ]
-        with self.weights[chunk].defer(microbatch) if defer_weight_grads else nullcontext():
+        deferred = self.weights[chunk].defer(microbatch) if defer_weight_grads else nullcontext()
+        with self.timers.section("backward"), deferred:
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
         stage = self.schedule.stages[self.rank][chunk]
@@ -489,13 +497,17 @@ class _Step:
         key = (direction, chunk, microbatch)
         if key in self.local_results:
             return self.local_results.pop(key)
-        return self.posted.pop(key).wait() if key in self.posted else ()
+        if key not in self.posted:
+            return ()
+        with self.timers.section("pipeline_receive"):
+            return self.posted.pop(key).wait()
 
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
         stage = self.schedule.stages[self.rank][chunk] + (1 if direction == "forward" else -1)
         tensors = self.computed.pop((direction, chunk, microbatch))
         assert self.link is not None, "a pipeline of one rank has no messages"
-        self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
+        with self.timers.section("pipeline_send"):
+            self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
         stage = self.schedule.stages[self.rank][chunk]

@@ -10,11 +10,11 @@ from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems, tokenizer_problems
 from megalith.config.fields import range_problems
 from megalith.config.lora import lora_problems
-from megalith.config.observe import observe_problems
+from megalith.config.observe import observe_problems, profile_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
-from megalith.config.train import CALLBACK_GROUP, TrainRun
+from megalith.config.train import CALLBACK_GROUP, TrainRun, suite_problems
 from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batch_assignment import batch_problems, budget_problems
@@ -130,6 +130,8 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         + checkpoint_problems(run.checkpoint)
         + tokenizer_problems(run.tokenizer)
         + observe_problems(run.observe)
+        + suite_problems(run)
+        + profile_problems(run.profile, steps=t.steps, world=world)
     )
 
 

@@ -33,6 +33,9 @@ from megalith.train.objective import complete
 from megalith.train.run_folder import RunFolder
 from megalith.train.trainer import build_pipeline_model, weight_entries
 
+VALIDATION = "eval"
+"""Name of the evaluation on the validation split, in metrics and results."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -62,18 +65,25 @@ class Evaluation:
         """Exponential of the loss, at most e^700."""
         return math.exp(min(self.loss, 700.0))
 
-    def metrics(self) -> dict[str, float | None]:
-        """Return the values of a metrics row."""
-        metrics = {"eval_loss": self.loss, "eval_bits_per_byte": self.bits_per_byte}
+    def metrics(self, name: str) -> dict[str, float | None]:
+        """Return the values of a metrics row; `name`: eval for the validation split, or that of a
+        suite."""
+        metrics = {f"{name}_loss": self.loss, f"{name}_bits_per_byte": self.bits_per_byte}
         if not self.acceptance_rates:
             return metrics
         losses, rates = (
             enumerate(self.mtp_losses, start=1),
             enumerate(self.acceptance_rates, start=1),
         )
-        metrics |= {f"eval_mtp_{depth}_loss": loss for depth, loss in losses}
-        metrics |= {f"mtp_{depth}_acceptance_rate": rate for depth, rate in rates}
-        return {**metrics, "mtp_acceptance_length": self.acceptance_length}
+        prefix = "" if name == VALIDATION else f"{name}_"
+        metrics |= {f"{name}_mtp_{depth}_loss": loss for depth, loss in losses}
+        metrics |= {f"{prefix}mtp_{depth}_acceptance_rate": rate for depth, rate in rates}
+        return {**metrics, f"{prefix}mtp_acceptance_length": self.acceptance_length}
+
+    def describe(self) -> str:
+        """Return loss, bits per byte and MTP acceptance as text for a log line."""
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.3f} bits per byte"
+        return f"loss {self.loss:.4f}{bits}{self.describe_mtp()}"
 
     def describe_mtp(self) -> str:
         """Return the MTP acceptance as text for the end of a log line; empty without MTP layers.
@@ -107,10 +117,11 @@ def evaluate(
     *,
     samples: int,
     tokenizer: Tokenizer,
+    rows: int | None = None,
     report_progress: Callable[[int], None] = ignore_progress,
 ) -> Evaluation:
-    """Return the mean loss over the first `samples` samples, in microbatches of the model's run.
-    Collective over the mesh.
+    """Return the mean loss over the first `samples` samples, in microbatches of `rows` rows; unset:
+    those of the model's run. Collective over the mesh.
 
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
     the same number of batches. Context-parallel ranks split each sample. If the run has a token
@@ -118,7 +129,8 @@ def evaluate(
     counts the labels. `report_progress` is called with the number of rows that all ranks have read.
     """
     run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
-    rows, depths, read = run.train.micro_batch_size, run.model.mtp.num_layers, 0
+    depths, read = run.model.mtp.num_layers, 0
+    rows = run.train.micro_batch_size if rows is None else rows
     slicing = local_slicing(run.parallel, mesh)
     budget = build_token_budget(run.train, run.parallel, run.model)
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
@@ -133,7 +145,8 @@ def evaluate(
     ):
         losses = pipeline_model.forward(group)
         if counts_labels:
-            sums += losses
+            for microbatch_losses in losses:
+                sums += microbatch_losses
             counts += sum(_counts(batch, tokenizer) for batch in group)
         num_local_rows = (
             len(group) * rows if budget is None else sum(len(batch.lengths) for batch in group)

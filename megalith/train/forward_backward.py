@@ -14,6 +14,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import for_one_pass
+from megalith.observe.timers import Timers
 from megalith.parallel.group import all_reduce_max_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.p2p import PipelineGroups, Spec, Specs, Tensors
@@ -123,6 +124,9 @@ class PipelineModel:
     """Dual-batch overlap: switches between two microbatches while expert all-to-alls are in
     flight."""
 
+    timers: Timers = field(default_factory=Timers)
+    """Timers of this rank's steps."""
+
     @property
     def has_loss(self) -> bool:
         """Whether this rank computes losses."""
@@ -150,14 +154,14 @@ class PipelineModel:
         return total
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
-        """Run forward of all microbatches; return the sums of `sum_eval_losses`, 0 on ranks without
-        the output head."""
+        """Run forward of all microbatches; return the sums of `sum_eval_losses` of each: float64
+        [microbatches, sums], 0 on ranks without the output head."""
         depths = self.run.model.mtp.num_layers
         num_sums = 2 + 2 * depths if depths else 1
-        total = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(batches), num_sums, dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            self._run(batches, total, None)
-        return total
+            self._run(batches, sums, None)
+        return sums
 
     def _run(
         self,
@@ -186,6 +190,7 @@ class PipelineModel:
             weights=self.weights,
             dual_batch=self.dual_batch,
             after_microbatch=after_microbatch,
+            timers=self.timers,
         )
         steps = [
             _ChunkStep(
@@ -260,7 +265,8 @@ class _ChunkStep:
     """None in evaluation."""
 
     total: Tensor
-    """float64: the sums of the losses, which each microbatch adds to."""
+    """float64: the sums of the losses, which each microbatch adds to; in evaluation each microbatch
+    has a row of its own."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """Run one microbatch.
@@ -287,12 +293,13 @@ class _ChunkStep:
             return tuple(tensors[name] for name in sent)
         outputs = self.model.outputs(batch.ids, inputs, **arguments)
         if normalizer is None:
-            self.total.add_(sum_eval_losses(outputs, batch.labels, batch.mtp_inputs))
+            losses = sum_eval_losses(outputs, batch.labels, batch.mtp_inputs)
+            self.total[microbatch].copy_(losses)
             return ()
-        losses = self.objective(outputs, batch)
-        check_losses(losses, normalizer.terms)
-        self.total.add_(torch.stack([losses[name].detach() for name in normalizer.terms]))
-        return (normalizer.scale_loss(losses),)
+        named_losses = self.objective(outputs, batch)
+        check_losses(named_losses, normalizer.terms)
+        self.total.add_(torch.stack([named_losses[name].detach() for name in normalizer.terms]))
+        return (normalizer.scale_loss(named_losses),)
 
 
 @lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others

@@ -32,6 +32,7 @@ from megalith.train.callbacks.health import (
     ReplicaCheck,
     StopRequests,
 )
+from megalith.train.callbacks.memory import is_out_of_memory, out_of_memory_error
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
     ExperimentTrackers,
@@ -43,6 +44,7 @@ from megalith.train.callbacks.metrics import (
     Throughput,
     write_run_files,
 )
+from megalith.train.callbacks.profile import build_profiling_callbacks
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
@@ -125,6 +127,7 @@ class TrainLoop:
                 ReplicaCheck(),
                 RunFiles(),
                 Throughput(),
+                *build_profiling_callbacks(run, prepared.mesh.world.size),
                 RoutingTraceWriter(),
                 ExpertLoadMetrics(),
                 BatchMetrics(),
@@ -139,6 +142,7 @@ class TrainLoop:
                 *callbacks,
             ]
         )
+        self.timers = prepared.trainer.timers
         self.view = RunView(prepared, progress.print_line, self.callbacks.request)
 
     def run(self) -> Outcome:
@@ -155,6 +159,8 @@ class TrainLoop:
             outcome = self._run_steps()
         except BaseException as error:
             self.callbacks.on_error(error)
+            if is_out_of_memory(error):
+                raise out_of_memory_error(self.view, error) from error
             raise
         self.callbacks.notify("on_end", outcome)
         self.callbacks.raise_failures(prepared.mesh)
@@ -201,7 +207,9 @@ class TrainLoop:
         lr = learning_rate(run.schedule, *rates)
         groups = group_rates(run.optim.groups, run.schedule, *rates)
         started = time.perf_counter()
-        batches = self.callbacks.before_step(state.step + 1, loader.next())
+        with self.timers.section("data"):
+            read_batches = loader.next()
+        batches = self.callbacks.before_step(state.step + 1, read_batches)
         result = train_step(
             self.prepared.trainer,
             batches,
@@ -237,21 +245,25 @@ class TrainLoop:
     def _evaluate(self) -> None:
         """Evaluate the model, and log and report the results."""
         step = self.prepared.state.step
-        if not self.evaluator.can_evaluate:
+        self.callbacks.notify("before_evaluate", step)
+        with self.timers.section("evaluate"):
+            results = self.evaluator.evaluate(step)
+        if not results:
             self.progress.print_line(
                 f"step {step}: a callback requested an evaluation, and this run has no samples for "
                 "it. Set train.eval_steps to at least 1 and provide validation data."
             )
             return
-        self.callbacks.notify("before_evaluate", step)
-        evaluation = self.evaluator.evaluate()
-        metrics: StepMetrics = {"step": step, **evaluation.metrics()}
-        self.callbacks.notify("after_evaluate", evaluation, metrics)
+        metrics: StepMetrics = {"step": step}
+        for name, result in results.items():
+            metrics |= result.metrics(name)
+        self.callbacks.notify("after_evaluate", results, metrics)
         self._log(metrics)
 
     def _save(self, *, final: bool = False) -> None:
         """Save the current step, unless it is saved or divergent, and report the result."""
-        result = self.checkpointer.save(self.callbacks.state_dict, final=final)
+        with self.timers.section("save"):
+            result = self.checkpointer.save(self.callbacks.state_dict, final=final)
         if isinstance(result, SaveReport):
             self.callbacks.notify("after_save", result)
         elif result is not None:

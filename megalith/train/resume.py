@@ -41,6 +41,7 @@ from megalith.hf.pretrained import (
     read_hf_source,
     trained_with_forced_balancing,
 )
+from megalith.observe.machine import peak_memory_gib
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
@@ -291,6 +292,8 @@ class PreparedRun:
         `print_line`: receives each line about what was loaded, on every rank.
         """
         self.run, self.folder, self.mesh, self.print_line = run, folder, mesh, print_line
+        self.memory_before_gib = peak_memory_gib(device)
+        """Memory of the process before it holds the data, the weights and the optimizer state."""
         self.is_writer = mesh.world.rank == 0
         saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
         self.checkpoint_source = (

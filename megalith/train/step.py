@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, DataError
+from megalith.observe.timers import Timers
 from megalith.optim.optimizers import (
     LossScale,
     Optimizer,
@@ -60,6 +61,11 @@ class Trainer:
         """The model, if this rank has only one model chunk."""
         (model,) = self.pipeline_model.modules
         return model
+
+    @property
+    def timers(self) -> Timers:
+        """Timers of this rank's steps."""
+        return self.pipeline_model.timers
 
 
 StepStatsMessage = Tensor
@@ -222,16 +228,18 @@ def train_step(
     # Without labels, momentum and weight decay would still change the weights.
     updates = applies and stats.is_finite and not stats.empty
     if updates:
-        trainer.optimizer.step(
-            [o.gradient for o in backward.local_params],
-            lr=lr,
-            weight_decay=weight_decay,
-            groups=groups,
-            scale=_gradient_multiplier(backward.norm, trainer.run.optim.clip_grad, scale),
-        )
-        for update_weights in trainer.weight_updates:
-            update_weights(trainer.pipeline_model.modules, trainer.mesh)
-        trainer.data.all_gather_params()
+        with trainer.timers.section("optimizer"):
+            trainer.optimizer.step(
+                [o.gradient for o in backward.local_params],
+                lr=lr,
+                weight_decay=weight_decay,
+                groups=groups,
+                scale=_gradient_multiplier(backward.norm, trainer.run.optim.clip_grad, scale),
+            )
+            for update_weights in trainer.weight_updates:
+                update_weights(trainer.pipeline_model.modules, trainer.mesh)
+        with trainer.timers.section("param_gather"):
+            trainer.data.all_gather_params()
     elif applies and not stats.is_finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {stats.grad_norm}: not finite in "
@@ -272,20 +280,26 @@ def _run_backward(
     data.begin_step(len(batches.microbatches))
     objective = trainer.pipeline_model.objective
     normalizer = build_loss_normalizer(objective, batches, mesh, scale=scale)
-    losses = trainer.pipeline_model.forward_backward(
-        batches.microbatches, normalizer, after_microbatch=hooks.after_microbatch
-    )
-    local_params = data.finish()
-    logit_stats = _collect_logit_stats(trainer)
-    message = reduce_step_stats(
-        trainer,
-        local_params,
-        losses if logit_stats is None else torch.cat([losses - logit_stats.z, logit_stats.z[:1]]),
-        hooks.after_backward(local_params),
-    )
-    squares, zeros, *sums = (
-        message if logit_stats is None else torch.cat([message, logit_stats.largest])
-    ).tolist()
+    with trainer.timers.section("forward_backward"):
+        losses = trainer.pipeline_model.forward_backward(
+            batches.microbatches, normalizer, after_microbatch=hooks.after_microbatch
+        )
+    with trainer.timers.section("grad_reduce"):
+        local_params = data.finish()
+    requests_of_rank = hooks.after_backward(local_params)
+    with trainer.timers.section("step_stats"):
+        logit_stats = _collect_logit_stats(trainer)
+        message = reduce_step_stats(
+            trainer,
+            local_params,
+            losses
+            if logit_stats is None
+            else torch.cat([losses - logit_stats.z, logit_stats.z[:1]]),
+            requests_of_rank,
+        )
+        squares, zeros, *sums = (
+            message if logit_stats is None else torch.cat([message, logit_stats.largest])
+        ).tolist()
     max_logit = None if logit_stats is None else sums.pop()
     requests = _read_requests(sums[-len(StepRequest) :])
     means = normalizer.mean_losses(sums[: len(normalizer.terms)])

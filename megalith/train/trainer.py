@@ -18,6 +18,7 @@ from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import BuildContext, build_context, init_param_
 from megalith.observe.machine import DTYPES
+from megalith.observe.timers import Timers
 from megalith.optim.optimizers import (
     SGD,
     AdamW,
@@ -163,6 +164,7 @@ def build_pipeline_model(
         stats if logs_logit_stats(run) else None,
         weights,
         dual_batch,
+        Timers(level=run.observe.timer_level, device=device),
     )
 
 

@@ -424,10 +424,44 @@ def test_strict_rejects_flags_that_change_the_numbers(
 
 
 def test_experiment_trackers_and_log_level(tiny: Translate) -> None:
-    run = tiny("--wandb-project p --wandb-exp-name e --wandb-entity t --logging-level 35").run
+    arguments = "--wandb-project p --wandb-exp-name e --wandb-entity t --logging-level 35"
+    run = tiny(f"{arguments} --timing-log-level 2").run
     assert run is not None and run.observe.wandb is not None
     wandb = run.observe.wandb
     assert (wandb.project, wandb.name, wandb.entity) == ("p", "e", "t")
-    assert run.observe.log_level == "WARNING"
+    assert (run.observe.log_level, run.observe.timer_level) == ("WARNING", 2)
     without = tiny("--wandb-exp-name e").run
     assert without is not None and without.observe.wandb is None
+
+
+def test_profiles_and_measurements(tiny: Translate) -> None:
+    arguments = "--profile --use-pytorch-profiler --profile-step-start 4 --profile-step-end 6"
+    arguments += " --pytorch-profiler-collect-shapes --profile-ranks 0 --log-params-norm"
+    run = tiny(f"{arguments} --log-energy --manual-gc --manual-gc-interval 7").run
+    assert run is not None
+    window = run.profile
+    assert (window.tool, window.start, window.steps, window.ranks) == ("torch", 5, 2, (0,))
+    assert (window.shapes, window.stacks) == (True, False)
+    assert (run.observe.param_norm, run.observe.energy, run.train.gc_interval) == (True, True, 7)
+    without = tiny("--profile-step-start 4 --manual-gc-interval 7")
+    assert without.run is not None and without.run.profile.start is None
+    assert without.run.train.gc_interval is None
+    texts = [entry.text for entry in without.entries]
+    assert "takes effect only with --profile" in texts
+    assert "takes effect only with --manual-gc" in texts
+
+
+def test_validation_sets_become_suites(tiny: Translate) -> None:
+    run = tiny("--full-validation --eval-interval 10 --eval-micro-batch-size 3").run
+    assert run is not None and run.train.eval_steps == 0
+    suite = run.evaluate["valid"]
+    assert (suite.split, suite.every, suite.rows, suite.batch) == ("valid", 10, None, 3)
+    paths = "--train-data-path a --valid-data-path b c --multiple-validation-sets"
+    arguments = f"{paths} --validation-set-names code --eval-iters 4 --eval-global-batch-size 5"
+    run = tiny(f"{arguments} --start-eval-at-iter 7", without=("--mock-data",)).run
+    assert run is not None
+    assert {name: suite.path for name, suite in run.evaluate.items()} == {
+        "code": ("b",),
+        "valid_1": ("c",),
+    }
+    assert {(suite.rows, suite.start) for suite in run.evaluate.values()} == {(20, 7)}

@@ -21,6 +21,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
+from megalith.observe.timers import SECTION_LEVELS
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -38,10 +39,10 @@ from megalith.train.callbacks.base import (
     configure_callbacks,
     load_callbacks,
 )
-from megalith.train.evaluate import Evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepRequest
+from megalith.train.suites import SuiteResults
 from megalith.train.trainer import build_trainer
 
 CPU = torch.device("cpu")
@@ -213,7 +214,7 @@ class Recorder(Callback):
         metrics["count"] = self.count
         return StepRequest.EVALUATE | StepRequest.SAVE if finished.step == 1 else None
 
-    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> None:
+    def after_evaluate(self, results: SuiteResults, metrics: StepMetrics) -> None:
         self.events.append(f"evaluate {metrics['step']}")
         metrics["eval_count"] = self.count
 
@@ -458,6 +459,27 @@ def test_host_time_of_callbacks_is_logged_on_request(tmp_path: Path) -> None:
     for row in rows:
         assert row["time_Recorder_ms"] >= 0
         assert row["time_Throughput_ms"] > 0
+
+
+def _section_metrics(rank: int, world: int, run: TrainRun, path: Path) -> list[dict[str, Any]]:
+    """Train on one of several ranks; return the rows of steps."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    run_training(run, RunFolder(path), mesh, CPU, show=False)
+    return [row for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
+
+
+def test_sections_of_a_pipeline_are_logged_with_the_extremes_over_ranks(tmp_path: Path) -> None:
+    settings = {"parallel.pp": "2", "train.steps": "2", "train.log_every": "2"}
+    settings |= {"observe.timer_level": "2", "checkpoint.every": "1"}
+    (row,), _ = run_ranks(_section_metrics, 2, tiny_run(settings), tmp_path)
+    names = {name.removeprefix("time_").removesuffix("_ms") for name in row}
+    in_steps = SECTION_LEVELS.keys() - {"weight_grads", "evaluate"}
+    assert in_steps | {"Throughput", "Checkpointer"} <= names
+    for name in in_steps:
+        times = [row[f"time_{name}_{part}"] for part in ("min_ms", "ms", "max_ms")]
+        assert times == sorted(times)
+        assert row[f"time_{name}_max_rank"] in (0, 1)
+    assert row["time_forward_backward_ms"] > row["time_forward_ms"] > 0
 
 
 def _starts_apart(rank: int, world: int) -> str:

@@ -205,7 +205,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     )
     assert result.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert result.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = result.metrics()
+    row = result.metrics("eval")
     assert (
         row["mtp_2_acceptance_rate"] == result.acceptance_rates[1]
         and row["eval_mtp_1_loss"] == result.mtp_losses[0]

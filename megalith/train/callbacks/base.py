@@ -15,7 +15,6 @@ import os
 import pkgutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -38,14 +37,15 @@ from megalith.errors import (
     raise_all,
 )
 from megalith.observe.metrics import Value
+from megalith.observe.timers import Timers, summarize_times
 from megalith.optim.schedule import GroupRates
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.train.evaluate import Evaluation
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepHooks, StepRequest, StepResult, StepStats
+from megalith.train.suites import SuiteResults
 
 _log = logging.getLogger(__name__)
 
@@ -191,8 +191,9 @@ class Callback:
     def before_evaluate(self, step: int) -> None:
         """Called before an evaluation after step `step`."""
 
-    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> StepRequest | None:
-        """Receive an evaluation; add values to the row `metrics`, which is logged."""
+    def after_evaluate(self, results: SuiteResults, metrics: StepMetrics) -> StepRequest | None:
+        """Receive the results of an evaluation, equal on all ranks, by suite: `eval` is the
+        validation split. Add values to the row `metrics`, which is logged."""
 
     def after_save(self, report: SaveReport) -> None:
         """Receive the path and size of a complete checkpoint."""
@@ -236,7 +237,9 @@ class CallbackList(StepHooks):
         self._step = 0
         self._failures: list[str] = []  # of essential callbacks on this rank
         self._removed: list[str] = []  # errors of other callbacks on this rank
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._timers: Timers | None = None
+        """Measures the callbacks; None before they are started, or if no times are logged."""
+        self._num_timed_steps = 0
         self.stop_reason: str | None = None
         """Which callback of this rank requested to stop the run."""
 
@@ -277,6 +280,9 @@ class CallbackList(StepHooks):
                 ", ".join(unused),
             )
         self.raise_failures(run.mesh)
+        observe = run.config.observe
+        if observe.timer_level or observe.callback_times:
+            self._timers = run.prepared.trainer.timers
 
     def before_step(self, step: int, batches: StepBatches) -> StepBatches:
         """Return the batches of step `step` with the recorders of all callbacks."""
@@ -346,10 +352,13 @@ class CallbackList(StepHooks):
         """Return the metrics of a finished step from all callbacks."""
         metrics: StepMetrics = {}
         self.notify("after_step", finished, metrics)
-        if self._run.config.observe.callback_times and self._run.is_logged(finished.step):
-            for name, seconds in self._seconds.items():
-                metrics[f"time_{name}_ms"] = round(1000 * seconds, 3)
-            self._seconds.clear()
+        self._num_timed_steps += 1
+        if self._timers is not None and self._run.is_logged(finished.step):
+            world = self._run.mesh.world
+            gathered = gather_objects(self._timers.take(), world)
+            times = [seconds for seconds in gathered if isinstance(seconds, dict)]
+            metrics |= summarize_times(times, world.ranks, num_steps=self._num_timed_steps)
+            self._num_timed_steps = 0
         return metrics
 
     def after_rollback(self, step: int) -> None:
@@ -439,7 +448,8 @@ class CallbackList(StepHooks):
                 self._removed.append(text)
                 _log.warning("%s. The run continues without it.", text, exc_info=True)
         finally:
-            self._seconds[name] += time.perf_counter() - started
+            if self._timers is not None:
+                self._timers.add(name, time.perf_counter() - started)
             self._running = ""
         return None
 

@@ -21,6 +21,7 @@ from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import list_complete_checkpoints
 from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.save import Retention, SaveReport, save_checkpoint
+from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
 from megalith.launch.launcher import SIGNALS, is_ignored_hangup
@@ -28,9 +29,10 @@ from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
-from megalith.train.evaluate import Evaluation, evaluate
+from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
+from megalith.train.suites import Suite, SuiteResult, TextSuite, open_suite
 from megalith.train.trainer import checkpoint_entries
 
 _log = logging.getLogger(__name__)
@@ -376,40 +378,54 @@ def _redirect_closed_output() -> None:
 
 
 class Evaluator(Callback):
-    """Requests an evaluation every `train.eval_every` steps and after the last one."""
+    """Requests evaluations of the validation split and of suites, each at its steps and after the
+    last one."""
 
     essential = True
 
     def on_start(self, run: RunView) -> None:
-        """Receive the run."""
-        self._run = run
+        """Open the data of the suites.
+
+        Raises:
+            DataError, ConfigError: it is missing or damaged.
+        """
+        self._run, prepared, train = run, run.prepared, run.config.train
+        self._suites: dict[str, Suite] = {}
+        valid = prepared.data.splits.valid
+        if train.eval_steps > 0 and valid is not None:
+            num_samples = train.eval_steps * train.global_batch_size
+            config = SuiteConfig(split="valid", every=train.eval_every, rows=num_samples)
+            self._suites[VALIDATION] = TextSuite(config, valid, num_samples)
+        for name in run.config.evaluate:
+            self._suites[name] = open_suite(run.config, name, prepared.tokenizer)
 
     def before_step(self, step: int, batches: StepBatches) -> None:
-        """Request an evaluation after this step, if it is due."""
-        train = self._run.config.train
-        due = step == train.steps or (train.eval_every and step % train.eval_every == 0)
-        if due and self.can_evaluate:
+        """Request an evaluation after this step, if a suite is due."""
+        if self._list_due(step):
             self._run.request(StepRequest.EVALUATE)
 
-    @property
-    def can_evaluate(self) -> bool:
-        """Whether the run has samples to evaluate on."""
-        return (
-            self._run.config.train.eval_steps > 0
-            and self._run.prepared.data.splits.valid is not None
-        )
+    def _list_due(self, step: int) -> list[str]:
+        """Return the names of the suites that are due after a step."""
+        last = self._run.config.train.steps
+        return [
+            name
+            for name, suite in self._suites.items()
+            if step == last
+            or (
+                step >= suite.config.start and suite.config.every and step % suite.config.every == 0
+            )
+        ]
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the model on `train.eval_steps` global batches. Collective."""
-        run, train = self._run.prepared, self._run.config.train
-        assert run.data.splits.valid is not None, "can_evaluate"
-        return evaluate(
-            run.trainer.pipeline_model,
-            run.data.splits.valid,
-            run.masks(),
-            samples=train.eval_steps * train.global_batch_size,
-            tokenizer=run.tokenizer,
-        )
+    def evaluate(self, step: int) -> dict[str, SuiteResult]:
+        """Evaluate the suites that are due; all of them if none is, because a callback requested
+        it. Collective."""
+        prepared = self._run.prepared
+        return {
+            name: self._suites[name].evaluate(
+                prepared.trainer.pipeline_model, prepared.masks(), prepared.tokenizer
+            )
+            for name in self._list_due(step) or self._suites
+        }
 
 
 class Checkpointer(Callback):

@@ -29,9 +29,10 @@ from megalith.plan.stages import plan_stages
 from megalith.rules.moe import balance_notes
 from megalith.rules.no_effect import unused_notes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
-from megalith.train.evaluate import Evaluation
+from megalith.train.evaluate import VALIDATION
 from megalith.train.moe import collect_expert_load, expert_load_metrics
 from megalith.train.resume import PreparedRun
+from megalith.train.suites import SuiteResults
 
 
 class RunFiles(Callback):
@@ -389,17 +390,11 @@ class ProgressReporter(Callback):
                 step, {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "tokens/s": f"{rate:,.0f}"}
             )
 
-    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> None:
-        """Print the loss on held-out text."""
-        bits = (
-            ""
-            if evaluation.bits_per_byte is None
-            else f", {evaluation.bits_per_byte:.3f} bits per byte"
-        )
-        self._progress.print_line(
-            f"step {metrics['step']}: held-out loss {evaluation.loss:.4f}{bits}"
-            f"{evaluation.describe_mtp()}"
-        )
+    def after_evaluate(self, results: SuiteResults, metrics: StepMetrics) -> None:
+        """Print the results."""
+        for name, result in results.items():
+            label = "held-out" if name == VALIDATION else name
+            self._progress.print_line(f"step {metrics['step']}: {label} {result.describe()}")
 
     def on_error(self, error: BaseException) -> None:
         """Stop reporting compilation."""

@@ -1,0 +1,69 @@
+"""Energy counters: NVML of NVIDIA GPUs, RAPL of CPUs."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+POWERCAP = Path("/sys/class/powercap")
+
+EnergyCounter = Callable[[], float]
+"""Returns the joules that a device has used since the counter was opened."""
+
+
+def open_nvml_counter(device: torch.device) -> EnergyCounter | None:
+    """Return the counter of a GPU; None if nvidia-ml-py is missing, or the driver or the GPU has
+    no counter."""
+    if find_spec("pynvml") is None:
+        return None
+    import pynvml
+
+    nvml: Any = pynvml  # Any: the package has no types
+    try:
+        nvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        start = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except nvml.NVMLError:
+        return None
+
+    def read() -> float:
+        used = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start
+        return float(used) / 1000
+
+    return read
+
+
+class RaplCounter:
+    """Counter of all CPU packages of this machine."""
+
+    def __init__(self, packages: list[Path]) -> None:
+        self._packages = packages
+        self._ranges = [_read_number(path / "max_energy_range_uj") for path in packages]
+        self._last = [_read_number(path / "energy_uj") for path in packages]
+        self._microjoules = 0
+
+    def __call__(self) -> float:
+        """Return the joules since the counter was opened; called more often than a counter wraps
+        around, which takes minutes."""
+        now = [_read_number(path / "energy_uj") for path in self._packages]
+        for last, current, limit in zip(self._last, now, self._ranges, strict=True):
+            self._microjoules += current - last + (limit if current < last else 0)
+        self._last = now
+        return self._microjoules / 1e6
+
+
+def open_rapl_counter(folder: Path = POWERCAP) -> EnergyCounter | None:
+    """Return the counter of the CPU packages; None if there is none or it is not readable."""
+    # intel-rapl:0 is a package, also of AMD; intel-rapl:0:0 is a part of it
+    packages = [path for path in sorted(folder.glob("intel-rapl:*")) if path.name.count(":") == 1]
+    try:
+        return RaplCounter(packages) if packages else None
+    except OSError:
+        return None
+
+
+def _read_number(path: Path) -> int:
+    return int(path.read_text())

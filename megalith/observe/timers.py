@@ -1,0 +1,155 @@
+"""Timers of the sections of a step, and ranges of the same sections in profilers."""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from megalith.observe.metrics import Value
+
+SECTION_LEVELS: Mapping[str, int] = {
+    "data": 1,
+    "forward_backward": 1,
+    "grad_reduce": 1,
+    "step_stats": 1,
+    "optimizer": 1,
+    "param_gather": 1,
+    "evaluate": 1,
+    "save": 1,
+    "forward": 2,
+    "backward": 2,
+    "weight_grads": 2,
+    "pipeline_send": 2,
+    "pipeline_receive": 2,
+}
+"""Sections by name, with the lowest observe.timer_level that measures them. `grad_reduce` and
+`param_gather` are the exposed parts: the time in which the host waits."""
+
+_UNTIMED = nullcontext()
+
+
+class RangeMarker(Protocol):
+    """Marks the start and the end of ranges in a profiler."""
+
+    def push(self, name: str) -> None:
+        """Start a range, within the current one."""
+
+    def pop(self) -> None:
+        """End the innermost range."""
+
+
+class Timers:
+    """Measures the sections of this rank's steps, up to a level.
+
+    On a GPU a section lasts from the start of its first kernel to the end of its last; events are
+    read when a step is logged, so that no section waits for the device.
+    """
+
+    def __init__(self, *, level: int = 0, device: torch.device | None = None) -> None:
+        """`level`: observe.timer_level, 0: nothing is measured; `device`: of this rank."""
+        self.level = level
+        self.marker: RangeMarker | None = None
+        """Receives every section while a profiler records."""
+
+        self._uses_events = (
+            device is not None
+            and device.type == "cuda"  # lint: allow cuda-literal: events are CUDA's
+        )
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def section(self, name: str) -> AbstractContextManager[object]:
+        """Return a context that measures one of `SECTION_LEVELS`."""
+        if self.level == 0 and self.marker is None:
+            return _UNTIMED
+        return _Section(self, name, is_timed=SECTION_LEVELS[name] <= self.level)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add host time to a section."""
+        self._seconds[name] += seconds
+
+    def start(self) -> float | torch.cuda.Event:
+        """Return the current time, or an event that records it on the device."""
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self, name: str, started: float | torch.cuda.Event) -> None:
+        """Add the time since `start` to a section."""
+        ended = self.start()
+        if isinstance(started, float) and isinstance(ended, float):
+            self._seconds[name] += ended - started
+        elif isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._events.append((name, started, ended))
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each section since the last call; sections whose kernels have not
+        finished are part of the next result."""
+        unfinished = []
+        for name, started, ended in self._events:
+            if ended.query():
+                self._seconds[name] += started.elapsed_time(ended) / 1000
+            else:
+                unfinished.append((name, started, ended))
+        self._events = unfinished
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds
+
+
+class _Section:
+    """Context of one section."""
+
+    __slots__ = ("_is_timed", "_marker", "_name", "_started", "_timers")
+
+    def __init__(self, timers: Timers, name: str, *, is_timed: bool) -> None:
+        self._timers, self._name, self._is_timed = timers, name, is_timed
+        self._marker = timers.marker
+
+    def __enter__(self) -> None:
+        if self._marker is not None:
+            self._marker.push(self._name)
+        if self._is_timed:
+            self._started = self._timers.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_timed:
+            self._timers.stop(self._name, self._started)
+        if self._marker is not None:
+            self._marker.pop()
+
+
+def summarize_times(
+    rank_seconds: Sequence[Mapping[str, float]], ranks: Sequence[int], *, num_steps: int
+) -> dict[str, Value]:
+    """Return the metrics of all sections: milliseconds per step, the mean of the ranks that run
+    the section; with several ranks also the extremes and the slowest rank.
+
+    >>> summarize_times([{"data": 0.002}, {"data": 0.004}], [0, 1], num_steps=2)
+    {'time_data_ms': 1.5, 'time_data_min_ms': 1.0, 'time_data_max_ms': 2.0, 'time_data_max_rank': 1}
+    """
+    metrics: dict[str, Value] = {}
+    for name in dict.fromkeys(name for seconds in rank_seconds for name in seconds):
+        times = {
+            rank: 1000 * seconds[name] / num_steps
+            for rank, seconds in zip(ranks, rank_seconds, strict=True)
+            if name in seconds
+        }
+        metrics[f"time_{name}_ms"] = round(sum(times.values()) / len(times), 3)
+        if len(ranks) > 1:
+            slowest = max(times, key=lambda rank: times[rank])
+            metrics[f"time_{name}_min_ms"] = round(min(times.values()), 3)
+            metrics[f"time_{name}_max_ms"] = round(times[slowest], 3)
+            metrics[f"time_{name}_max_rank"] = slowest
+    return metrics

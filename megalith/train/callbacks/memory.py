@@ -1,0 +1,213 @@
+"""Memory of a run: measured beside estimated, the allocator's history, and what to do when a rank
+runs out of it."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from megalith.config.train import TrainRun
+from megalith.errors import ConfigError, UserError
+from megalith.estimate.advise import changes, remedy
+from megalith.estimate.memory import RankMemory, place_memory
+from megalith.estimate.workload import plan_workload
+from megalith.observe.limits import available_memory
+from megalith.observe.machine import peak_memory_gib
+from megalith.parallel.group import gather_objects
+from megalith.parallel.mesh import Mesh
+from megalith.plan.devices import Device
+from megalith.rules.run import run_problems
+from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
+
+_log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+MAX_DIFFERENCE, MAX_CPU_DIFFERENCE = 0.10, 0.15
+"""Difference between measured and estimated memory, relative to the estimate, above which a
+warning is logged."""
+
+UNPLANNED_CPU_BYTES = 256 * 2**20
+"""Memory of a process that grows during a run and is in no estimate: compiled kernels, buffers of
+the data and of libraries (heuristic)."""
+
+MAX_HISTORY_ENTRIES = 100_000  # of the allocator; about 100 MiB
+
+
+class MemoryReport(Callback):
+    """Logs measured and estimated memory after steps 1 and 2 and every observe.memory_every."""
+
+    collective = True
+
+    def on_start(self, run: RunView) -> None:
+        """Receive the run."""
+        self._run = run
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
+        """Log a line for each pipeline and tensor-parallel rank, of the ranks there the one with
+        the most memory."""
+        every = self._run.config.observe.memory_every
+        assert every is not None, "MemoryReport is used only if it is set"
+        if finished.step > 2 and finished.step % every:
+            return
+        run, mesh = self._run, self._run.mesh
+        base = run.prepared.memory_before_gib
+        position = mesh.pp.rank, mesh.tp.rank
+        used = position, peak_memory_gib(run.device) - base
+        largest: dict[tuple[int, int], float] = {}
+        for each in gather_objects(used, mesh.world):
+            assert isinstance(each, tuple)
+            largest[each[0]] = max(each[1], largest.get(each[0], 0.0))
+        metrics["memory_used_gib"] = round(max(largest.values()), 3)
+        if not run.is_writer:
+            return
+        for (pp_rank, tp_rank), used_gib in sorted(largest.items()):
+            estimate = estimate_rank_memory(
+                run.config, mesh.world.size, pp_rank=pp_rank, tp_rank=tp_rank
+            )
+            used_nbytes = int(used_gib * GIB)
+            text = (
+                f"memory after step {finished.step}, pp rank {pp_rank}, tp rank {tp_rank}: "
+                f"{describe_difference(used_nbytes, estimate)}"
+            )
+            if is_large_difference(used_nbytes, estimate, is_cpu=run.device.type == "cpu"):
+                _log.warning(text)
+            else:
+                run.log(text)
+
+
+def describe_difference(used: int, estimate: RankMemory) -> str:
+    """Return the text about used and estimated bytes."""
+    return (
+        f"{used / GIB:.3f} GiB used, {estimate.total / GIB:.3f} GiB estimated "
+        f"({describe_categories(estimate)}), difference {(used - estimate.total) / GIB:+.3f} GiB"
+    )
+
+
+def is_large_difference(used: int, estimate: RankMemory, *, is_cpu: bool) -> bool:
+    """Return whether used and estimated bytes differ by more than is expected.
+
+    >>> sizes = dict.fromkeys(("weights", "gradients", "master", "moments", "activations"), 2**29)
+    >>> memory = RankMemory(**sizes, loss=0, working=0, messages=0)
+    >>> [is_large_difference(nbytes, memory, is_cpu=False) for nbytes in (5 * 2**29, 6 * 2**29)]
+    [False, True]
+    """
+    allowed = (MAX_CPU_DIFFERENCE if is_cpu else MAX_DIFFERENCE) * estimate.total
+    allowed += UNPLANNED_CPU_BYTES if is_cpu else 0
+    return abs(used - estimate.total) > allowed
+
+
+def describe_categories(memory: RankMemory) -> str:
+    """Return the bytes of every category that is not 0.
+
+    >>> sizes = dict.fromkeys(("weights", "gradients", "master", "moments", "activations"), 2**29)
+    >>> describe_categories(RankMemory(**sizes, loss=0, working=0, messages=0))
+    'weights 0.500, gradients 0.500, master 0.500, moments 0.500, activations 0.500'
+    """
+    sizes = {field.name: getattr(memory, field.name) for field in fields(memory)}
+    return ", ".join(f"{name} {size / GIB:.3f}" for name, size in sizes.items() if size)
+
+
+def estimate_rank_memory(run: TrainRun, world: int, *, pp_rank: int, tp_rank: int) -> RankMemory:
+    """Return the memory ledger of a pipeline and a tensor-parallel rank, without the memory of
+    the device's libraries, which torch's allocator does not count."""
+    return place_memory(plan_workload(run, world), pp_rank, tp_rank).memory
+
+
+class MemoryHistory(Callback):
+    """Records allocations, and writes them if this rank runs out of memory
+    (observe.memory_history)."""
+
+    def on_start(self, run: RunView) -> None:
+        """Start to record.
+
+        Raises:
+            ConfigError: this rank has no GPU.
+        """
+        self._run = run
+        if run.device.type == "cpu":
+            raise ConfigError(
+                "observe.memory_history=true records the allocator of a GPU, and the device of "
+                f"rank {run.mesh.world.rank} is {run.device.type}. Set "
+                "observe.memory_history=false."
+            )
+        torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
+
+    def on_error(self, error: BaseException) -> None:
+        """Write the history if the error is a lack of memory."""
+        if is_out_of_memory(error):
+            path = history_path(self._run)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        self._stop()
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Stop recording."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._run.device.type != "cpu":
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def history_path(run: RunView) -> Path:
+    """Return the file of this rank's allocations in the current step."""
+    name = f"rank_{run.mesh.world.rank}_step_{run.step + 1}.pickle"
+    return run.folder.path / "memory" / name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the device or the host has no memory left; torch's CPU allocator raises a
+    plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+class OutOfMemory(UserError):
+    """A rank ran out of memory; names the largest categories and the nearest change that fits."""
+
+
+def out_of_memory_error(run: RunView, error: BaseException) -> OutOfMemory:
+    """Return the error for users: what the rank's memory holds by the estimate, and the nearest
+    change that fits."""
+    config, mesh = run.config, run.mesh
+    memory = estimate_rank_memory(
+        config, mesh.world.size, pp_rank=mesh.pp.rank, tp_rank=mesh.tp.rank
+    )
+    limit = _device_limit(run.device, mesh)
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    history = f" Allocations: {history_path(run)}." if config.observe.memory_history else ""
+    return OutOfMemory(
+        f"rank {mesh.world.rank} ran out of memory in step {run.step + 1}: {reason:.300} The "
+        f"estimate of its memory is {memory.total / GIB:.3f} GiB ({describe_categories(memory)}) "
+        f"of {(limit.memory or 0) / GIB:.3f}. {_describe_fix(config, mesh, limit)}{history}"
+    )
+
+
+def _device_limit(device: torch.device, mesh: Mesh) -> Device:
+    if device.type != "cpu":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Device(name=torch.cuda.get_device_name(device), memory=total)
+    share = available_memory() // mesh.world.size
+    return Device(name="cpu", memory=share, accelerator=False, node=mesh.world.size)
+
+
+def _describe_fix(config: TrainRun, mesh: Mesh, limit: Device) -> str:
+    """Return the cheapest change that fits by the estimate; if the run should fit already, the
+    cheapest one that saves memory."""
+    workload = plan_workload(config, mesh.world.size)
+    candidates = [remedy(workload, limit, run_problems), *changes(workload, limit, run_problems)]
+    change = next((each for each in candidates if each is not None), None)
+    if change is None:
+        return "No single setting saves memory: use more ranks, or shorter rows."
+    return (
+        f"Nearest change: {_format_overrides(change.overrides)}, which saves "
+        f"{change.saved / GIB:.3f} GiB ({change.price}). See `megalith plan estimate`."
+    )
+
+
+def _format_overrides(overrides: Mapping[str, str]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in overrides.items())

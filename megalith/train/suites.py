@@ -1,0 +1,367 @@
+"""Evaluation suites of a run: sets of text, and multiple-choice questions scored as in lm-eval."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megalith import storage
+from megalith.config.data import SFTConfig
+from megalith.config.train import SuiteConfig, TrainRun
+from megalith.data.build import build_datasets
+from megalith.data.loader import Batch, MaskSettings, build_batch
+from megalith.data.sample import Dataset, PackedSample, SampleSettings
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError
+from megalith.parallel.context import local_slicing
+from megalith.parallel.group import all_reduce_
+from megalith.train.evaluate import MICROBATCHES_PER_RANK, Evaluation, evaluate
+from megalith.train.forward_backward import PipelineModel
+
+
+class SuiteResult(Protocol):
+    """Result of one suite."""
+
+    def metrics(self, name: str) -> Mapping[str, float | None]:
+        """Return the values of a metrics row; `name`: of the suite."""
+
+    def describe(self) -> str:
+        """Return the result as text for a log line."""
+
+
+SuiteResults = Mapping[str, SuiteResult]
+"""Results of an evaluation by suite; `eval` is the validation split."""
+
+
+class Suite(Protocol):
+    """Evaluation suite whose data is open."""
+
+    @property
+    def config(self) -> SuiteConfig:
+        """Settings of the suite."""
+
+    def evaluate(
+        self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
+    ) -> SuiteResult:
+        """Evaluate the model. Collective over the mesh."""
+
+
+def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
+    """Open the data of `evaluate.NAME`.
+
+    Raises:
+        DataError, ConfigError: it is missing, damaged or empty.
+    """
+    config = run.evaluate[name]
+    if config.kind == "choice":
+        questions = read_questions(Path(config.path[0]))[: config.rows]
+        return ChoiceSuite(config, questions, tokenizer, max_length=run.model.max_seq_len)
+    split = config.split or "valid"
+    data = replace(run.data, keep_partial_valid=True)
+    if config.path:
+        data = replace(
+            data,
+            mock=False,
+            plugin=None,
+            path=(),
+            train_path=config.path,
+            valid_path=config.path,
+            test_path=(),
+            split=None,
+            sft=SFTConfig(),
+        )
+    counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
+    counts[split] = config.rows
+    splits = build_datasets(
+        data,
+        SampleSettings.of_run(run, eod=tokenizer.eod),
+        train_samples=counts["train"],
+        valid_samples=counts["valid"],
+        test_samples=counts["test"],
+        tokenizer=tokenizer,
+        tokenizer_path=run.tokenizer.path,
+    )
+    dataset: Dataset | None = getattr(splits, split)
+    if dataset is None or dataset.num_samples == 0:
+        source = f"{name}.split={config.split}" if config.split else f"{name}.path"
+        raise ConfigError(f"evaluate.{source} has no rows. Use a set of more tokens.")
+    num_samples = min(config.rows or dataset.num_samples, dataset.num_samples)
+    return TextSuite(config, dataset, num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSuite:
+    """Rows of text: loss and bits per byte."""
+
+    config: SuiteConfig
+    dataset: Dataset
+    num_samples: int
+
+    def evaluate(
+        self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
+    ) -> Evaluation:
+        """Return the mean loss over all labels, however the rows are distributed. Collective."""
+        return evaluate(
+            pipeline_model,
+            self.dataset,
+            masks,
+            samples=self.num_samples,
+            tokenizer=tokenizer,
+            rows=self.config.batch,
+        )
+
+
+# --- multiple-choice questions
+
+
+class Question(NamedTuple):
+    """A context, the choices that may follow it, and the index of the right one."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+    group: str = ""
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read the questions of a JSONL file.
+
+    Raises:
+        DataError: the file is missing or empty, or a line is not a question.
+    """
+    try:
+        lines = storage.read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Use a JSONL file.") from None
+    questions = [
+        _parse_question(line, f"{path}: line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not questions:
+        raise DataError(f"{path} has no questions. Each line is a JSON object with {_EXAMPLE}.")
+    return questions
+
+
+_EXAMPLE = '{"context": "2 + 2 =", "choices": ["3", "4"], "answer": 1}'
+
+
+def _parse_question(line: str, at: str) -> Question:
+    try:
+        row: Any = json.loads(line)  # Any: JSON, checked below
+    except ValueError as error:
+        raise DataError(f"{at} is not JSON ({error}). Use {_EXAMPLE}.") from None
+    values: dict[str, Any] = {"shots": [], "group": ""} | (row if isinstance(row, dict) else {})
+    context, choices = values.get("context"), values.get("choices")
+    answer: Any = values.get("answer")
+    shots, group = values["shots"], values["group"]
+    problem = ""
+    if not isinstance(context, str):
+        problem = "context is not text"
+    elif not (isinstance(choices, list) and len(choices) > 1 and all(map(_is_word, choices))):
+        problem = "choices is not a list of two or more texts"
+    elif type(answer) is not int or not 0 <= answer < len(choices):
+        problem = f"answer={answer} is not an index from 0 to {len(choices) - 1}"
+    elif not (isinstance(shots, list) and all(map(_is_word, shots))):
+        problem = "shots is not a list of texts"
+    elif not isinstance(group, str):
+        problem = "group is not text"
+    if problem:
+        raise DataError(f"{at} is not a question: {problem}. Use {_EXAMPLE}.")
+    return Question("\n\n".join([*shots, str(context)]), tuple(choices or ()), answer, group)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceScores:
+    """Accuracies on multiple-choice questions, named as in lm-eval: the share of questions whose
+    right choice has the highest score."""
+
+    acc: float
+    """Score: log-probability of the choice."""
+
+    acc_norm: float
+    """Score: log-probability per character of the choice."""
+
+    acc_bytes: float
+    """Score: log-probability per UTF-8 byte of the choice."""
+
+    num_questions: int
+    groups: Mapping[str, "ChoiceScores"] = field(default_factory=dict)
+    """Scores of each group of questions."""
+
+    def metrics(self, name: str) -> dict[str, float | None]:
+        """Return the accuracies of all questions and of each group."""
+        metrics: dict[str, float | None] = {
+            f"{name}_acc": self.acc,
+            f"{name}_acc_norm": self.acc_norm,
+            f"{name}_acc_bytes": self.acc_bytes,
+        }
+        for group, scores in self.groups.items():
+            metrics |= scores.metrics(f"{name}_{group}")
+        return metrics
+
+    def describe(self) -> str:
+        """Return the accuracies as text for a log line.
+
+        >>> ChoiceScores(0.5, 0.25, 0.25, 8).describe()
+        'acc 0.5000, acc_norm 0.2500 (8 questions)'
+        """
+        return f"acc {self.acc:.4f}, acc_norm {self.acc_norm:.4f} ({self.num_questions} questions)"
+
+
+def score_questions(
+    questions: Sequence[Question], log_probs: Sequence[Sequence[float]]
+) -> ChoiceScores:
+    """Return the accuracies from the log-probability of each choice; of equal scores the first
+    choice counts.
+
+    Source: `multiple_choice` tasks of lm-eval 0.4.
+    """
+    right = []
+    for question, choice_log_probs in zip(questions, log_probs, strict=True):
+        scores = np.array(choice_log_probs)
+        num_chars = np.array([len(choice) for choice in question.choices])
+        num_bytes = np.array([len(choice.encode()) for choice in question.choices])
+        best = [np.argmax(x) for x in (scores, scores / num_chars, scores / num_bytes)]
+        right.append([int(choice) == question.answer for choice in best])
+    names = [question.group for question in questions]
+    groups = {
+        name: _average([each for each, group in zip(right, names, strict=True) if group == name])
+        for name in dict.fromkeys(names)
+        if name
+    }
+    return replace(_average(right), groups=groups)
+
+
+def _average(right: Sequence[Sequence[bool]]) -> ChoiceScores:
+    """Return the accuracies over questions, of which each has one value per kind of score."""
+    acc, acc_norm, acc_bytes = (sum(column) / len(right) for column in zip(*right, strict=True))
+    return ChoiceScores(acc, acc_norm, acc_bytes, len(right))
+
+
+class EncodedChoice(NamedTuple):
+    """Tokens of a context and a choice, without the last one, and their labels."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    """-1 in the context."""
+
+
+def encode_choice(
+    context: str, choice: str, tokenizer: Tokenizer, *, max_length: int
+) -> EncodedChoice:
+    """Encode a context and a choice after a space, as lm-eval does: spaces at the end of the
+    context belong to the choice, and a context that is too long loses its beginning.
+
+    Raises:
+        DataError: the choice alone is longer than `max_length` tokens.
+    """
+    stripped = context.rstrip()
+    continuation = f"{context[len(stripped) :]} {choice}"
+    if stripped:
+        whole = tokenizer.encode(stripped + continuation)
+        num_context = len(tokenizer.encode(stripped))
+    else:
+        first = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+        whole, num_context = [first, *tokenizer.encode(continuation)], 1
+    if len(whole) - num_context > max_length:
+        raise DataError(
+            f"the choice {choice!r:.60} has {len(whole) - num_context} tokens, and "
+            f"model.max_seq_len={max_length}. Shorten the choice."
+        )
+    labels = [-1] * (num_context - 1) + whole[num_context:]
+    ids = np.array(whole[:-1][-max_length:], np.int64)
+    return EncodedChoice(ids, np.array(labels[-max_length:], np.int64))
+
+
+class ChoiceSuite:
+    """Multiple-choice questions; each choice is one row."""
+
+    def __init__(
+        self,
+        config: SuiteConfig,
+        questions: Sequence[Question],
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+    ) -> None:
+        """Encode all choices.
+
+        Raises:
+            DataError: a choice is too long.
+        """
+        self.config, self._questions = config, questions
+        self._encoded = [
+            encode_choice(question.context, choice, tokenizer, max_length=max_length)
+            for question in questions
+            for choice in question.choices
+        ]
+
+    def evaluate(
+        self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
+    ) -> ChoiceScores:
+        """Return the accuracies. Collective: the choices are distributed over the data-parallel
+        ranks, which run equally many rows."""
+        mesh, device = pipeline_model.mesh, pipeline_model.device
+        log_probs = torch.zeros(len(self._encoded), dtype=torch.float64, device=device)
+        counts_labels = pipeline_model.has_loss and mesh.tp.rank == 0
+        rows = self._iter_batches(pipeline_model, masks)
+        size = 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size
+        while group := list(islice(rows, size)):
+            losses = pipeline_model.forward([batch for _, batch in group])
+            for (number, _), loss in zip(group, losses, strict=True):
+                if counts_labels and number < len(self._encoded):
+                    log_probs[number] = -loss[0]
+        values = all_reduce_(log_probs, mesh.world).tolist()
+        remaining = iter(values)
+        return score_questions(
+            self._questions,
+            [[*islice(remaining, len(question.choices))] for question in self._questions],
+        )
+
+    def _iter_batches(
+        self, pipeline_model: PipelineModel, masks: MaskSettings
+    ) -> Iterator[tuple[int, Batch]]:
+        """Yield the number and the row of this rank's choices, and rows without labels until all
+        ranks have equally many."""
+        run, mesh = pipeline_model.run, pipeline_model.mesh
+        slicing = local_slicing(run.parallel, mesh)
+        multiple = 2 * mesh.cp.size * mesh.tp.size  # zig-zag slices, and sequence parallelism
+        for first in range(0, len(self._encoded), mesh.dp.size):
+            number = first + mesh.dp.rank
+            encoded = self._encoded[min(number, len(self._encoded) - 1)]
+            row = _pad_row(encoded, multiple)
+            if number >= len(self._encoded):
+                row = row.blank()
+            yield (
+                number,
+                build_batch(
+                    [row],
+                    masks,
+                    device=pipeline_model.device,
+                    slicing=slicing,
+                    num_mtp_layers=run.model.mtp.num_layers,
+                ),
+            )
+
+
+def _pad_row(encoded: EncodedChoice, multiple: int) -> PackedSample:
+    """Return the row, with padding up to a multiple of tokens."""
+    size = len(encoded.ids)
+    padding = -size % multiple
+    return PackedSample(
+        np.pad(encoded.ids, (0, padding)),
+        np.pad(encoded.labels, (0, padding), constant_values=-1),
+        (size, padding) if padding else (size,),
+        size,
+    )

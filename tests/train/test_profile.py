@@ -1,0 +1,333 @@
+"""Profiles, memory, energy, garbage collection and dumps: they change no bit of a run, and each
+says what it lacks."""
+
+import gc
+import json
+import logging
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megalith.config.train import TrainRun
+from megalith.errors import CallbackError
+from megalith.observe import energy
+from megalith.observe.energy import open_nvml_counter, open_rapl_counter
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.grad_sync import ShardedParam
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.callbacks import memory, profile
+from megalith.train.callbacks.base import Callback, Outcome
+from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
+from megalith.train.callbacks.profile import LayerRanges, SectionMarker
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+SHORT = {"train.steps": "4", "train.eval_every": "2", "checkpoint.every": "100"}
+ALL = {
+    "observe.timer_level": "2",
+    "observe.memory_every": "3",
+    "observe.energy": "true",
+    "observe.param_norm": "true",
+    "observe.log_ranks": "true",
+    "observe.dump.every": "2",
+    "observe.dump.weights": "true",
+    "observe.dump.gradients": "true",
+    "train.gc_interval": "2",
+}
+
+
+WINDOW = {
+    "profile.start": "2",
+    "profile.steps": "2",
+    "profile.shapes": "true",
+}
+
+
+def train(path: Path, settings: Mapping[str, str], *callbacks: Callback) -> Outcome:
+    """Run the tiny run on one process."""
+    run, mesh = tiny_run(settings), build_single_rank_mesh()
+    return run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+
+
+def _train_rank(rank: int, world: int, run: TrainRun, path: Path) -> None:
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    run_training(run, RunFolder(path), mesh, CPU, show=False)
+
+
+@pytest.fixture
+def counters(tmp_path: Path) -> Path:
+    """RAPL counters of two packages."""
+    folder = tmp_path / "powercap"
+    for name in ("intel-rapl:0", "intel-rapl:0:0", "intel-rapl:1"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "energy_uj").write_text("900\n")
+        (folder / name / "max_energy_range_uj").write_text("1000\n")
+    return folder
+
+
+def test_run_is_bitwise_equal_with_all_measurements(tmp_path: Path) -> None:
+    settings = SHORT | {"parallel.dp": "2", "parallel.zero": "1"}
+    for name, added in (("plain", {}), ("measured", ALL)):
+        run_ranks(_train_rank, 2, tiny_run(settings | added), tmp_path / name)
+    measured = read_metrics(tmp_path / "measured" / "metrics.jsonl")
+    exact = ("step", "loss", "grad_norm", "eval_loss", "lr")
+    rows = [
+        [{name: row.get(name) for name in exact} for row in each]
+        for each in (read_metrics(tmp_path / "plain" / "metrics.jsonl"), measured)
+    ]
+    assert rows[0] == rows[1]
+    weights = [
+        sorted(
+            (file.name, file.read_bytes())
+            for file in (tmp_path / name / "checkpoints" / "step_0000004").rglob("*.distcp")
+        )
+        for name in ("plain", "measured")
+    ]
+    assert weights[0] and weights[0] == weights[1]
+    norms = [row["param_norm"] for row in measured if "loss" in row]
+    assert len(set(norms)) == 4
+    assert (tmp_path / "measured" / "logs" / "rank_00001.txt").exists()
+    _check_dumps(tmp_path / "measured" / "dumps")
+    log = (tmp_path / "measured" / "log.txt").read_text()
+    assert log.count("GiB used") == 3  # after steps 1, 2 and 3
+    assert gc.isenabled()
+
+
+def test_trace_has_the_sections_shapes_and_stacks_of_the_window(tmp_path: Path) -> None:
+    train(tmp_path, SHORT | WINDOW)
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "rank_00000.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert names.count("optimizer") == 2
+    assert "Input Dims" in {key for event in events for key in event.get("args", {})}
+    assert "profile of rank 0 in" in (tmp_path / "log.txt").read_text()
+
+
+def test_profiler_gets_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(torch.profiler, "profile", lambda **given: options.update(given))
+    settings = {"profile.stacks": "true", "profile.memory": "true", "profile.warmup": "0"}
+    train(tmp_path, SHORT | {"profile.start": "3"} | settings)  # not a profiler, so it is dropped
+    assert (options["with_stack"], options["profile_memory"], options["record_shapes"]) == (
+        True,
+        True,
+        False,
+    )
+
+
+def _check_dumps(folder: Path) -> None:
+    """Check that each rank has dumped its shards, which together are the parameters."""
+    assert sorted(path.name for path in folder.iterdir()) == ["step_0000002", "step_0000004"]
+    sizes: dict[str, int] = {}
+    for rank in (0, 1):
+        file = folder / "step_0000004" / f"rank_{rank:05d}.safetensors"
+        with safe_open(file, "pt") as dump:
+            boxes = dump.metadata()
+            for name in boxes:
+                sizes[name] = sizes.get(name, 0) + dump.get_tensor(name).numel()
+                assert boxes[name].startswith("box ((0, ")
+    assert (
+        sizes["embed.weight/param"] == sizes["embed.weight/grad"] == 320 * 24
+    )  # the vocabulary is padded
+
+
+def test_dump_contains_the_selected_parameters_after_the_update(tmp_path: Path) -> None:
+    class Weights(Callback):
+        def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
+            self.gradient = local_params[0].gradient.clone()
+            self.name = local_params[0].shard.name
+
+    weights = Weights()
+    settings = {"observe.dump.every": "4", "observe.dump.gradients": "true"}
+    train(tmp_path, SHORT | settings | {"observe.dump.only": "embed.*"}, weights)
+    with safe_open(tmp_path / "dumps" / "step_0000004" / "rank_00000.safetensors", "pt") as dump:
+        assert [*dump.metadata()] == ["embed.weight/grad"]
+        if weights.name == "embed.weight":
+            assert torch.equal(dump.get_tensor("embed.weight/grad"), weights.gradient)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"profile.start": "1", "profile.tool": "nsys", "profile.steps": "1"},
+            "profile.tool=nsys captures GPU work, and the device of rank 0 is cpu. Set profile",
+        ),
+        (
+            {"observe.memory_history": "true"},
+            "observe.memory_history=true records the allocator of a GPU, and the device of rank 0",
+        ),
+    ],
+)
+def test_missing_device_ends_the_run(
+    tmp_path: Path, settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(CallbackError) as raised:
+        train(tmp_path, SHORT | settings)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"profile.start": "8"}, "ends at step 9, and the run at train.steps=8. Set profile.start"),
+        ({"profile.start": "2", "profile.ranks": "1"}, "profile.ranks=1: the run has 1 ranks. Use"),
+        ({"observe.dump.every": "2"}, "observe.dump.every=2: nothing is dumped. Set observe.dump."),
+    ],
+)
+def test_wrong_windows_are_rejected(settings: dict[str, str], message: str) -> None:
+    (problem,) = run_problems(tiny_run(settings), 1)
+    assert message in problem
+
+
+def test_failure_of_the_profiler_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch.profiler, "profile", fail)
+    with caplog.at_level(logging.WARNING):
+        assert train(tmp_path, SHORT | {"profile.start": "2"}).kind == "done"
+    assert "callback Profiler failed in before_step at step 1: RuntimeError('planted')" in (
+        caplog.text
+    )
+
+
+def test_nsys_capture_marks_sections_and_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the calls are recorded, in place of those of the CUDA runtime."""
+    calls: list[str] = []
+    runtime = types.SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("capture"),
+        cudaProfilerStop=lambda: calls.append("stop"),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    monkeypatch.setattr(profile.Profiler, "on_start", _start_without_check)
+    settings = {"profile.start": "2", "profile.steps": "1", "profile.tool": "nsys"}
+    train(tmp_path, SHORT | settings | {"train.micro_batch_size": "12"})
+    assert (calls[0], calls[-1]) == ("capture", "stop")
+    pushed = [call for call in calls[1:-1] if call != "end"]
+    assert pushed[:4] == ["forward_backward", "forward", "layers.0", "layers.1"]
+    assert "optimizer" in pushed and len(pushed) == calls.count("end")
+
+
+def _start_without_check(self: Any, run: Any) -> None:
+    self._run, self._is_profiled, self._first = run, True, run.config.profile.start
+
+
+def test_markers_of_threads_do_not_mix() -> None:
+    marker = SectionMarker(nvtx=False)
+    marker.pop()  # of a section that began before the profile
+    marker.push("forward")
+    marker.pop()
+    assert marker._local.open == []
+
+
+def test_layer_ranges_are_removed() -> None:
+    hooks = torch.nn.modules.module
+    before = len(hooks._global_forward_hooks)
+    ranges = LayerRanges(torch.nn.ModuleList([torch.nn.Linear(1, 1)]))
+    ranges.start()
+    assert len(hooks._global_forward_hooks) == before + 1
+    ranges.stop()
+    assert len(hooks._global_forward_hooks) == before
+
+
+def test_garbage_is_collected_in_the_same_steps_and_around_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append(len(calls)))
+    enabled: list[bool] = []
+
+    class Recorder(Callback):
+        def after_step(self, finished: Any, metrics: Any) -> None:
+            enabled.append(gc.isenabled())
+
+    train(tmp_path, SHORT | {"train.gc_interval": "3"}, Recorder())
+    assert len(calls) == 1 + 1 + 2 * 2  # at the start, after step 3, around two evaluations
+    assert enabled == [False] * 4
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_energy_of_cpus_is_measured_over_wraparounds(counters: Path) -> None:
+    counter = open_rapl_counter(counters)
+    assert counter is not None and counter() == 0
+    (counters / "intel-rapl:0" / "energy_uj").write_text("100\n")  # 900 to 1000, and 100 more
+    (counters / "intel-rapl:1" / "energy_uj").write_text("950\n")
+    (counters / "intel-rapl:0:0" / "energy_uj").write_text("999\n")  # a part of the package
+    assert counter() == pytest.approx(250e-6)
+    assert counter() == pytest.approx(250e-6)
+
+
+def test_energy_is_logged_or_omitted(
+    tmp_path: Path, counters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "open_rapl_counter", lambda: open_rapl_counter(counters))
+    train(tmp_path / "a", SHORT | {"observe.energy": "true"})
+    rows = [row for row in read_metrics(tmp_path / "a" / "metrics.jsonl") if "loss" in row]
+    assert {row["energy_joules"] for row in rows} == {0.0}
+    monkeypatch.setattr(profile, "open_rapl_counter", lambda: open_rapl_counter(tmp_path))
+    train(tmp_path / "b", SHORT | {"observe.energy": "true"})
+    rows = read_metrics(tmp_path / "b" / "metrics.jsonl")
+    assert not any("energy_joules" in row or "power_watts" in row for row in rows)
+    log = (tmp_path / "b" / "log.txt").read_text()
+    assert "energy is not logged, because there is no readable counter on rank 0." in log
+
+
+def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml: Any = types.ModuleType("pynvml")
+    nvml.__spec__ = ModuleSpec("pynvml", None)
+    nvml.NVMLError = KeyError
+    nvml.nvmlInit = lambda: None
+    handles = {b"GPU-1234": "device"}
+    nvml.nvmlDeviceGetHandleByUUID = handles.__getitem__
+    readings = iter([5000, 7500])
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: next(readings)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    uuids = iter(["1234", "5678"])
+    properties = lambda device: types.SimpleNamespace(uuid=next(uuids))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    counter = open_nvml_counter(CPU)
+    assert counter is not None and counter() == 2.5
+    assert open_nvml_counter(CPU) is None  # the driver does not know the device
+    monkeypatch.setattr(energy, "find_spec", lambda name: None)
+    assert open_nvml_counter(CPU) is None
+
+
+def test_lack_of_memory_names_the_categories_and_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hungry(Callback):
+        collective = True
+
+        def after_step(self, finished: Any, metrics: Any) -> None:
+            if finished.step == 3:
+                torch.empty(1 << 60)
+
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
+    with pytest.raises(OutOfMemory) as raised:
+        train(tmp_path, SHORT, Hungry())
+    text = str(raised.value)
+    assert text.startswith("rank 0 ran out of memory in step 4: ")
+    assert "The estimate of its memory is 0.00" in text and "weights 0.00" in text
+    assert "Nearest change: --" in text
+    assert not is_out_of_memory(RuntimeError("another"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))

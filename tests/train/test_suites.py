@@ -1,0 +1,269 @@
+"""Evaluation suites: exact passes for any layout, and accuracies as lm-eval defines them."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megalith.config.train import SuiteConfig, TrainRun
+from megalith.data.indexed import IndexedDatasetBuilder
+from megalith.data.loader import MaskSettings, build_batch
+from megalith.data.sample import Sample
+from megalith.data.tokenizer import ByteTokenizer
+from megalith.errors import CallbackError, DataError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import FP64
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+from megalith.train.suites import (
+    ChoiceScores,
+    ChoiceSuite,
+    Question,
+    encode_choice,
+    open_suite,
+    read_questions,
+    score_questions,
+)
+from megalith.train.trainer import build_trainer
+
+CPU = torch.device("cpu")
+TOKENIZER = ByteTokenizer()
+QUESTIONS = [
+    Question("The sky is", ("blue", "a very long answer", "red"), 0, "nature"),
+    Question("", ("é", "ee"), 1),
+    Question("Two plus two is ", ("four", "five", "six", "7"), 3, "math"),
+    Question(
+        "A context that is longer than thirty-two tokens of the model", ("x", "yy"), 0, "math"
+    ),
+    Question("odd", ("one", "three"), 1, "nature"),
+]
+
+
+def write_questions(path: Path) -> Path:
+    """Write the questions as JSONL."""
+    rows = [question._asdict() | {"choices": [*question.choices]} for question in QUESTIONS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _log_probs(rank: int, world: int, run: TrainRun) -> ChoiceScores:
+    """The scores of the questions, as one rank of a layout."""
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else build_single_rank_mesh()
+    )
+    trainer = build_trainer(run, mesh, CPU)
+    suite = ChoiceSuite(SuiteConfig(kind="choice"), QUESTIONS, TOKENIZER, max_length=32)
+    return suite.evaluate(trainer.pipeline_model, MaskSettings(), TOKENIZER)
+
+
+def test_log_probabilities_of_choices_are_those_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compared with the loss of the labels of each choice, computed row by row."""
+    run = tiny_run({"precision.params": "fp64"})
+    trainer = build_trainer(run, build_single_rank_mesh(), CPU)
+    recorded: list[list[float]] = []
+
+    def record(questions: object, log_probs: list[list[float]]) -> ChoiceScores:
+        recorded.extend(log_probs)
+        return ChoiceScores(0, 0, 0, 1)
+
+    monkeypatch.setattr("megalith.train.suites.score_questions", record)
+    suite = ChoiceSuite(SuiteConfig(kind="choice"), QUESTIONS, TOKENIZER, max_length=32)
+    suite.evaluate(trainer.pipeline_model, MaskSettings(), TOKENIZER)
+    for question, log_probs in zip(QUESTIONS, recorded, strict=True):
+        for choice, log_prob in zip(question.choices, log_probs, strict=True):
+            text = f"{question.context.rstrip()}"
+            context = [*text.encode()] or [TOKENIZER.eod]
+            continuation = [*f"{question.context[len(text) :]} {choice}".encode()]
+            ids = np.array([*context, *continuation][-33:])
+            batch = build_batch([Sample(ids, len(ids))], MaskSettings(), device=CPU)
+            labels = batch.labels.clone()
+            labels[: -len(continuation)] = -1
+            loss = trainer.model.loss(batch.ids, labels, batch.layer_inputs()).item()
+            assert log_prob == pytest.approx(-loss, rel=FP64.relative)
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {"parallel.dp": "2"}),
+        (2, {"parallel.tp": "2", "parallel.sp": "true"}),
+        (2, {"parallel.pp": "2"}),
+        (2, {"parallel.cp": "2"}),
+    ],
+)
+def test_accuracies_are_equal_under_any_layout(world: int, settings: dict[str, str]) -> None:
+    reference = _log_probs(0, 1, tiny_run({"precision.params": "fp64"}))
+    run = tiny_run({"precision.params": "fp64"} | settings)
+    for result in run_ranks(_log_probs, world, run):
+        assert result == reference
+
+
+def test_accuracies_are_those_of_lm_eval() -> None:
+    """Worked by hand from its formulas: argmax of the sums, and of the sums per character and per
+    byte; the first of equal scores."""
+    questions = [
+        Question("", ("a", "bbbb"), 1, "g"),  # -2 > -4; per character -2 < -1
+        Question("", ("éé", "bbb"), 0, "g"),  # -3 < -2.9; per character -1.5 < -0.97
+        Question("", ("éé", "bb"), 0),  # equal: the first; per byte -0.75 > -1.5
+        Question("", ("aa", "b"), 1),
+    ]
+    log_probs = [[-2.0, -4.0], [-3.0, -2.9], [-3.0, -3.0], [-4.0, -1.0]]
+    scores = score_questions(questions, log_probs)
+    assert (scores.acc, scores.acc_norm, scores.acc_bytes) == (0.5, 0.75, 1.0)
+    assert scores.groups == {"g": ChoiceScores(0.0, 0.5, 1.0, 2)}
+    assert scores.metrics("s")["s_g_acc_norm"] == 0.5
+
+
+def test_spaces_move_to_the_choice_and_the_context_is_cut_at_its_start() -> None:
+    encoded = encode_choice("ab ", "c", TOKENIZER, max_length=32)
+    assert encoded.ids.tolist() == [*b"ab  "]
+    assert encoded.labels.tolist() == [-1, *b"  c"]
+    encoded = encode_choice("", "c", TOKENIZER, max_length=32)
+    assert (encoded.ids.tolist(), encoded.labels.tolist()) == ([256, *b" "], [*b" c"])
+    encoded = encode_choice("abcdefgh", "xy", TOKENIZER, max_length=4)
+    assert encoded.ids.tolist() == [*b"gh x"]
+    assert encoded.labels.tolist() == [-1, *b" xy"]
+    with pytest.raises(DataError, match="has 5 tokens, and model.max_seq_len=4. Shorten"):
+        encode_choice("a", "bcde", TOKENIZER, max_length=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[]", "context is not text"),
+        ('{"context": "a", "choices": ["b"], "answer": 0}', "choices is not a list of two or more"),
+        ('{"context": "a", "choices": ["b", ""], "answer": 0}', "choices is not a list of two or"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer=2 is not an index from 0"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": true}', "answer=True is not an index"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 0, "shots": "x"}', "shots is not a"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 0, "group": 1}', "group is not text"),
+    ],
+)
+def test_wrong_questions_are_rejected(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"context": "a", "choices": ["b", "c"], "answer": 0}\n' + line + "\n")
+    with pytest.raises(DataError) as raised:
+        read_questions(path)
+    assert problem in str(raised.value) and 'Use {"context": "2 + 2 ="' in str(raised.value)
+
+
+def test_missing_and_empty_files_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read: .*Use a JSONL file"):
+        read_questions(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="has no questions. Each line is a JSON object"):
+        read_questions(tmp_path / "empty.jsonl")
+
+
+def test_examples_precede_the_context(tmp_path: Path) -> None:
+    row = {"context": "q", "choices": ["a", "b"], "answer": 0, "shots": ["one", "two"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    assert read_questions(tmp_path / "q.jsonl")[0].context == "one\n\ntwo\n\nq"
+
+
+def write_store(path: Path) -> Path:
+    """Write a corpus of 11 documents whose tokens fill no whole number of rows."""
+    with IndexedDatasetBuilder(str(path), np.uint16) as builder:
+        for number in range(11):
+            builder.add_item(np.array([number + 1] * (5 + number) + [256]))
+            builder.end_document()
+        builder.finalize()
+    return path
+
+
+def _text_loss(rank: int, world: int, run: TrainRun) -> tuple[float, int]:
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else build_single_rank_mesh()
+    )
+    trainer = build_trainer(run, mesh, CPU)
+    suite = open_suite(run, "code", TOKENIZER)
+    result = suite.evaluate(trainer.pipeline_model, MaskSettings(), TOKENIZER)
+    return result.loss, result.num_labels  # type: ignore[attr-defined]  # it is of text
+
+
+def test_one_pass_counts_every_label_once(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store")
+    total = sum(5 + number + 1 for number in range(11))
+    settings = {"precision.params": "fp64", "evaluate.code.path": str(store)}
+    loss, num_labels = _text_loss(0, 1, tiny_run(settings))
+    assert num_labels == total - 1
+    for added in ({"evaluate.code.batch": "5"}, {"train.micro_batch_size": "3"}):
+        other = _text_loss(0, 1, tiny_run(settings | added))
+        assert other == (pytest.approx(loss, rel=FP64.relative), num_labels)
+    for other in run_ranks(_text_loss, 2, tiny_run(settings | {"parallel.dp": "2"})):
+        assert other == (pytest.approx(loss, rel=FP64.relative), num_labels)
+
+
+def test_suites_have_their_own_steps_and_metrics(tmp_path: Path) -> None:
+    questions = write_questions(tmp_path / "questions.jsonl")
+    settings = {
+        "train.steps": "4",
+        "train.eval_every": "3",
+        "evaluate.quiz.kind": "choice",
+        "evaluate.quiz.path": str(questions),
+        "evaluate.quiz.every": "1",
+        "evaluate.quiz.start": "2",
+        "evaluate.quiz.rows": "3",
+        "evaluate.test.split": "test",
+        "evaluate.test.rows": "5",
+        "tokenizer.kind": "byte",
+    }
+    run = tiny_run(settings)
+    assert not run_problems(run, 1)
+    folder = RunFolder(tmp_path / "run")
+    run_training(run, folder, build_single_rank_mesh(), CPU, show=False)
+    rows = [row for row in read_metrics(folder.metrics) if "loss" not in row]
+    names = ("quiz_acc", "eval_loss", "test_loss")
+    assert [(row["step"], [name for name in names if name in row]) for row in rows] == [
+        (2, ["quiz_acc"]),
+        (3, ["quiz_acc", "eval_loss"]),
+        (4, [*names]),
+    ]
+    assert all(0 <= row["quiz_acc_norm"] <= 1 for row in rows)
+    assert {"quiz_nature_acc", "quiz_math_acc"} <= rows[0].keys()
+    assert math.isfinite(rows[-1]["test_bits_per_byte"] or 0.0)
+
+
+def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> None:
+    run = tiny_run({"evaluate.quiz.kind": "choice", "evaluate.quiz.path": "missing.jsonl"})
+    with pytest.raises(CallbackError, match=r"missing.jsonl cannot be read"):
+        run_training(run, RunFolder(tmp_path / "run"), build_single_rank_mesh(), CPU, show=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"evaluate.a.every": "2"}, "evaluate.a needs exactly one source. Set evaluate.a.path"),
+        ({"evaluate.a.path": "x", "evaluate.a.split": "test"}, "evaluate.a needs exactly one sou"),
+        ({"evaluate.a.kind": "choice"}, "evaluate.a.kind=choice reads the questions of one JSONL"),
+        ({"evaluate.eval.split": "test"}, "evaluate.eval: the name is part of metrics, and eval"),
+        ({"evaluate.a b.split": "test"}, "evaluate.a b: the name is part of metrics"),
+        (
+            {"evaluate.a.kind": "choice", "evaluate.a.path": "x", "evaluate.a.batch": "2"},
+            "evaluate.a.batch=2 is the number of rows of a microbatch, and each choice is one. Set",
+        ),
+    ],
+)
+def test_wrong_suites_are_rejected(settings: dict[str, str], problem: str) -> None:
+    problems = run_problems(tiny_run(settings), 1)
+    assert len(problems) == 1 and problem in problems[0]
+
+
+def test_range_of_a_suite_setting_is_checked() -> None:
+    settings = {"evaluate.a.split": "test", "evaluate.a.rows": "0"}
+    assert "evaluate.a.rows=0 must be at least 1" in "\n".join(run_problems(tiny_run(settings), 1))
