@@ -32,9 +32,15 @@ from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
 from megalith.train.callbacks.profile import LayerRanges, SectionMarker
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
+from tests.observe.test_trackers import FakeWandb
 
 CPU = torch.device("cpu")
-SHORT = {"train.steps": "4", "train.eval_every": "2", "checkpoint.every": "100"}
+SHORT = {
+    "train.steps": "4",
+    "train.eval_every": "2",
+    "train.micro_batch_size": "6",
+    "checkpoint.every": "100",
+}
 ALL = {
     "observe.timer_level": "2",
     "observe.memory_every": "3",
@@ -79,7 +85,7 @@ def counters(tmp_path: Path) -> Path:
 
 def test_run_is_bitwise_equal_with_all_measurements(tmp_path: Path) -> None:
     settings = SHORT | {"parallel.dp": "2", "parallel.zero": "1"}
-    for name, added in (("plain", {}), ("measured", ALL)):
+    for name, added in (("plain", {}), ("measured", ALL | WINDOW | {"profile.ranks": "1"})):
         run_ranks(_train_rank, 2, tiny_run(settings | added), tmp_path / name)
     measured = read_metrics(tmp_path / "measured" / "metrics.jsonl")
     exact = ("step", "loss", "grad_norm", "eval_loss", "lr")
@@ -100,13 +106,28 @@ def test_run_is_bitwise_equal_with_all_measurements(tmp_path: Path) -> None:
     assert len(set(norms)) == 4
     assert (tmp_path / "measured" / "logs" / "rank_00001.txt").exists()
     _check_dumps(tmp_path / "measured" / "dumps")
+    # parameters were being gathered when the profiler stopped, which must wait for them
+    assert [path.name for path in (tmp_path / "measured" / "profile").iterdir()] == [
+        "rank_00001.json"
+    ]
     log = (tmp_path / "measured" / "log.txt").read_text()
     assert log.count("GiB used") == 3  # after steps 1, 2 and 3
     assert gc.isenabled()
 
 
-def test_trace_has_the_sections_shapes_and_stacks_of_the_window(tmp_path: Path) -> None:
-    train(tmp_path, SHORT | WINDOW)
+def test_run_is_bitwise_equal_with_a_profile_a_tracker_and_suites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace has the sections and shapes of two steps."""
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    added = {"observe.wandb.project": "p", "evaluate.a.split": "test", "evaluate.a.every": "1"}
+    train(tmp_path / "plain", SHORT)
+    train(tmp_path, SHORT | WINDOW | added)
+    files = [
+        sorted((folder / "checkpoints" / "step_0000004").rglob("*.distcp"))
+        for folder in (tmp_path / "plain", tmp_path)
+    ]
+    assert files[0] and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     (trace,) = (tmp_path / "profile").iterdir()
     assert trace.name == "rank_00000.json"
     events = json.loads(trace.read_text())["traceEvents"]
@@ -221,7 +242,7 @@ def test_nsys_capture_marks_sections_and_layers(
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
     monkeypatch.setattr(profile.Profiler, "on_start", _start_without_check)
     settings = {"profile.start": "2", "profile.steps": "1", "profile.tool": "nsys"}
-    train(tmp_path, SHORT | settings | {"train.micro_batch_size": "12"})
+    train(tmp_path, SHORT | settings)
     assert (calls[0], calls[-1]) == ("capture", "stop")
     pushed = [call for call in calls[1:-1] if call != "end"]
     assert pushed[:4] == ["forward_backward", "forward", "layers.0", "layers.1"]

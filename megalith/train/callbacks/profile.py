@@ -2,6 +2,7 @@
 dumps of tensors."""
 
 import gc
+import json
 import logging
 import os
 import threading
@@ -154,27 +155,33 @@ class Profiler(Callback):
         """Count a step of the window; write the profile after the last one."""
         config = self._run.config.profile
         if self._profiler is not None:
+            self._wait_for_collectives()
             self._profiler.step()
         if self._is_open and finished.step >= _start(config) + config.steps - 1:
             self._close()
+
+    def _wait_for_collectives(self) -> None:
+        """Wait for the parameters that are gathered: a collective that ends after the profiler has
+        freed its events corrupts the heap (torch 2.13 with gloo)."""
+        self._run.prepared.trainer.data.wait_params()
 
     def _write(self, profiler: Any) -> None:  # Any: as above
         rank = self._run.mesh.world.rank
         path = self._run.folder.path / "profile" / f"rank_{rank:05d}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        device = "cpu" if self._run.device.type == "cpu" else "device"
-        table = profiler.key_averages().table(
-            sort_by=f"self_{device}_time_total", row_limit=NUM_LISTED_OPERATIONS
-        )
-        _log.info("profile of rank %d in %s:\n%s", rank, path, table)
+        kind = "cpu_op" if self._run.device.type == "cpu" else "kernel"
+        events = json.loads(path.read_bytes())["traceEvents"]
+        lines = describe_longest_operations([e for e in events if e.get("cat") == kind])
+        _log.info("profile of rank %d in %s:\n%s", rank, path, "\n".join(lines))
 
     def after_rollback(self, step: int) -> None:
         """Keep the window open: the steps that follow belong to it."""
 
     def on_error(self, error: BaseException) -> None:
-        """Stop the profiler."""
-        self._close()
+        """Stop the profiler, unless that would wait for other ranks, which may have ended."""
+        if self._run.mesh.world.size == 1:
+            self._close()
 
     def on_end(self, outcome: Outcome) -> None:
         """Stop the profiler if the run ends within the window."""
@@ -187,10 +194,41 @@ class Profiler(Callback):
         profiler, layers = self._profiler, self._layers
         self._profiler = self._layers = None
         if profiler is not None:
+            self._wait_for_collectives()
             profiler.stop()
         if layers is not None:
             layers.stop()
             torch.cuda.cudart().cudaProfilerStop()
+
+
+def describe_longest_operations(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON
+    """Return lines about the operations with the most time of their own, without that of the
+    operations that they call.
+
+    `events`: complete events of a Chrome trace. torch's own table takes 13 s for 20,000 events, and
+    the trace is read in a tenth of a second.
+
+    >>> event = {"pid": 1, "tid": 1, "name": "linear", "ts": 0, "dur": 2500}
+    >>> describe_longest_operations([event, event | {"name": "mm", "ts": 500, "dur": 1500}])
+    ['     1.500 ms      1 calls  mm', '     1.000 ms      1 calls  linear']
+    """
+    seconds: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    open_events: list[tuple[float, str]] = []  # end and name of the events around the current one
+    thread: tuple[object, object] | None = None
+    for event in sorted(events, key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"])):
+        name, start, duration = str(event["name"]), event["ts"], event["dur"]
+        if thread != (event["pid"], event["tid"]):
+            thread, open_events = (event["pid"], event["tid"]), []
+        while open_events and open_events[-1][0] <= start:
+            open_events.pop()
+        if open_events:
+            seconds[open_events[-1][1]] -= duration
+        seconds[name] = seconds.get(name, 0.0) + duration
+        calls[name] = calls.get(name, 0) + 1
+        open_events.append((start + duration, name))
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:NUM_LISTED_OPERATIONS]
+    return [f"{seconds[name] / 1000:10.3f} ms {calls[name]:6} calls  {name}" for name in longest]
 
 
 def _start(config: ProfileConfig) -> int:
