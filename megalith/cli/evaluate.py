@@ -29,6 +29,9 @@ class EvaluateCommand:
     split: Literal["valid", "test", "train"] = "valid"
     """Data split."""
 
+    suite: str | None = None
+    """Evaluation suite of the run (evaluate.NAME), in place of a split."""
+
     samples: int | None = None
     """Number of rows; default: the whole split."""
 
@@ -145,6 +148,8 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
     from megalith.train.evaluate import run_evaluation
     from megalith.train.run_folder import RunFolder
 
+    if command.suite is not None:
+        return _evaluate_suite(run, folder, command.suite, command)
     with join_job(run, os.environ) as job:
         result = run_evaluation(
             run,
@@ -172,4 +177,19 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
             f"{result.perplexity:.2f}{bits}"
             f"{result.describe_mtp()} ({result.num_labels:,} tokens)"
         )
+    return 0
+
+
+def _evaluate_suite(run: TrainRun, folder: Path, name: str, command: EvaluateCommand) -> int:
+    from megalith.train.distributed import join_job
+    from megalith.train.run_folder import RunFolder
+    from megalith.train.suites import run_suite
+
+    with join_job(run, os.environ) as job:
+        result = run_suite(run, RunFolder(folder), job.mesh, job.device, name=name)
+        first = job.first
+    if first and command.json:
+        print_json({"run": str(folder), "suite": name, **result.metrics(name)})
+    elif first:
+        print(f"{folder} on {name}: {result.describe()}")
     return 0

@@ -225,12 +225,7 @@ def run_evaluation(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that "
             "has some."
         )
-    merged = replace(run, lora=None)  # adapters are merged into the weights when these are loaded
-    pipeline_model = build_pipeline_model(merged, mesh, device, dtype=DTYPES[run.precision.params])
-    # No other rule of the run applies: an evaluation needs every weight.
-    rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)
-    entries = weight_entries(allocate_weights(pipeline_model), mesh)
-    notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
+    pipeline_model, notes = load_newest_weights(run, folder, mesh, device)
     masks = build_mask_settings(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     shows_progress = show and mesh.world.rank == 0
@@ -246,6 +241,24 @@ def run_evaluation(
             tokenizer=tokenizer,
             report_progress=lambda read: progress.step(read, {}),
         )
+
+
+def load_newest_weights(
+    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device
+) -> tuple[PipelineModel, Sequence[str]]:
+    """Build the model of a run with the weights of its newest checkpoint; return it with notes on
+    what was loaded. Collective.
+
+    Raises:
+        CheckpointError: the run has no checkpoint yet, or it is of another model.
+    """
+    merged = replace(run, lora=None)  # adapters are merged into the weights when these are loaded
+    pipeline_model = build_pipeline_model(merged, mesh, device, dtype=DTYPES[run.precision.params])
+    # No other rule of the run applies: an evaluation needs every weight.
+    rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)
+    entries = weight_entries(allocate_weights(pipeline_model), mesh)
+    notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
+    return pipeline_model, notes
 
 
 def allocate_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:

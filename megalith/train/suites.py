@@ -15,14 +15,21 @@ from megalith import storage
 from megalith.config.data import SFTConfig
 from megalith.config.train import SuiteConfig, TrainRun
 from megalith.data.build import build_datasets
-from megalith.data.loader import Batch, MaskSettings, build_batch
+from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_settings
 from megalith.data.sample import Dataset, PackedSample, SampleSettings
-from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.errors import ConfigError, DataError, did_you_mean
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import all_reduce_
-from megalith.train.evaluate import MICROBATCHES_PER_RANK, Evaluation, evaluate
+from megalith.parallel.mesh import Mesh
+from megalith.train.evaluate import (
+    MICROBATCHES_PER_RANK,
+    Evaluation,
+    evaluate,
+    load_newest_weights,
+)
 from megalith.train.forward_backward import PipelineModel
+from megalith.train.run_folder import RunFolder
 
 
 class SuiteResult(Protocol):
@@ -115,6 +122,28 @@ class TextSuite:
             tokenizer=tokenizer,
             rows=self.config.batch,
         )
+
+
+def run_suite(
+    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, name: str
+) -> SuiteResult:
+    """Evaluate a run's newest checkpoint on `evaluate.NAME`. Collective.
+
+    Raises:
+        ConfigError: the run has no such suite.
+        DataError: its data is missing or damaged.
+        CheckpointError: the run has no checkpoint yet, or it is of another model.
+    """
+    if name not in run.evaluate:
+        raise ConfigError(
+            f"--suite={name}: the run has no suite of this name.{did_you_mean(name, run.evaluate)} "
+            f"Use one of {', '.join(run.evaluate) or 'none'}, or set --evaluate.{name}.path."
+        )
+    tokenizer = build_tokenizer(run.tokenizer)
+    suite = open_suite(run, name, tokenizer)
+    pipeline_model, _ = load_newest_weights(run, folder, mesh, device)
+    masks = build_mask_settings(run.data, run.model, tokenizer.eod)
+    return suite.evaluate(pipeline_model, masks, tokenizer)
 
 
 # --- multiple-choice questions

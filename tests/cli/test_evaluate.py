@@ -244,3 +244,17 @@ def test_user_errors_are_messages(
 
 def test_a_split_that_does_not_exist_is_rejected_by_the_parser(run: Path) -> None:
     assert main(["evaluate", str(run), "--split", "valeed"]) == 2
+
+
+def test_suite_of_the_command_line_is_evaluated(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = {"context": "2 + 2 =", "choices": ["3", "4"], "answer": 1}
+    (tmp_path / "quiz.jsonl").write_text(json.dumps(question))
+    words = ["evaluate", str(run), "--suite", "quiz", "--evaluate.quiz.kind", "choice"]
+    words += ["--evaluate.quiz.path", str(tmp_path / "quiz.jsonl")]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["suite"], document["quiz_acc"] in (0, 1)) == ("quiz", True)
+    assert main(words) == 0
+    assert "on quiz: acc " in capsys.readouterr().out

@@ -13,7 +13,7 @@ from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.errors import CallbackError, DataError
+from megalith.errors import CallbackError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -30,6 +30,7 @@ from megalith.train.suites import (
     encode_choice,
     open_suite,
     read_questions,
+    run_suite,
     score_questions,
 )
 from megalith.train.trainer import build_trainer
@@ -237,6 +238,12 @@ def test_suites_have_their_own_steps_and_metrics(tmp_path: Path) -> None:
     assert all(0 <= row["quiz_acc_norm"] <= 1 for row in rows)
     assert {"quiz_nature_acc", "quiz_math_acc"} <= rows[0].keys()
     assert math.isfinite(rows[-1]["test_bits_per_byte"] or 0.0)
+    mesh = build_single_rank_mesh()
+    result = run_suite(run, folder, mesh, CPU, name="quiz")
+    metrics = result.metrics("quiz")
+    assert metrics == {name: rows[-1][name] for name in metrics}
+    with pytest.raises(ConfigError, match="--suite=qiz: the run has no suite of this name. Did yo"):
+        run_suite(run, folder, mesh, CPU, name="qiz")
 
 
 def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> None:
