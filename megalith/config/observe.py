@@ -25,7 +25,7 @@ class WandbConfig:
     """Name of the run in W&B. Unset: `name`."""
 
     group: str | None = None
-    """Group of the run in W&B."""
+    """Group of the run in W&B. Unset: none."""
 
     tags: tuple[str, ...] = ()
     """Tags of the run in W&B."""

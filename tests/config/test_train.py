@@ -43,13 +43,16 @@ def test_only_settings_without_a_default_are_required() -> None:
         "train.steps",
         "train.global_batch_size",
         "schedule.lr",
+        "observe.wandb.project",  # of a run that uses the tracker
+        "observe.mlflow.tracking_uri",
     ]
 
 
 def test_no_setting_is_named_like_another_section() -> None:
     names = setting_names(TrainRun)
     assert len(names) == len(set(names))
-    assert {name for name in names if "." not in name} == {"callbacks", "kernels", "name", "seed"}
+    sections = {name for name in names if "." not in name}
+    assert sections == {"callbacks", "evaluate", "kernels", "name", "seed"}
 
 
 def test_configs_are_frozen() -> None:
