@@ -289,8 +289,9 @@ class EncodedChoice(NamedTuple):
 def encode_choice(
     context: str, choice: str, tokenizer: Tokenizer, *, max_length: int
 ) -> EncodedChoice:
-    """Encode a context and a choice after a space, as lm-eval does: spaces at the end of the
-    context belong to the choice, and a context that is too long loses its beginning.
+    """Encode a context and a choice after a space, as lm-eval does: without the special tokens that
+    the tokenizer adds, spaces at the end of the context belong to the choice, and a context that is
+    too long loses its beginning. An empty context is one token: bos, else the end of a document.
 
     Raises:
         DataError: the choice alone is longer than `max_length` tokens.
@@ -298,11 +299,11 @@ def encode_choice(
     stripped = context.rstrip()
     continuation = f"{context[len(stripped) :]} {choice}"
     if stripped:
-        whole = tokenizer.encode(stripped + continuation)
-        num_context = len(tokenizer.encode(stripped))
+        whole = tokenizer.encode_marked(stripped + continuation)
+        num_context = len(tokenizer.encode_marked(stripped))
     else:
         first = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-        whole, num_context = [first, *tokenizer.encode(continuation)], 1
+        whole, num_context = [first, *tokenizer.encode_marked(continuation)], 1
     if len(whole) - num_context > max_length:
         raise DataError(
             f"the choice {choice!r:.60} has {len(whole) - num_context} tokens, and "

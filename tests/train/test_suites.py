@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from megalith.config.train import SuiteConfig, TrainRun
+from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
@@ -138,6 +140,24 @@ def test_spaces_move_to_the_choice_and_the_context_is_cut_at_its_start() -> None
     assert encoded.labels.tolist() == [-1, *b" xy"]
     with pytest.raises(DataError, match="has 5 tokens, and model.max_seq_len=4. Shorten"):
         encode_choice("a", "bcde", TOKENIZER, max_length=4)
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>"])
+def test_choices_are_encoded_without_added_special_tokens(tmp_path: Path, template: str) -> None:
+    words = ["<s>", "</s>", "sky", "is", "blue"]
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(words[:2])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    encoded = encode_choice("sky is", "blue", tokenizer, max_length=32)
+    assert (encoded.ids.tolist(), encoded.labels.tolist()) == ([2, 3], [-1, 4])
+    encoded = encode_choice("", "blue sky", tokenizer, max_length=32)
+    assert (encoded.ids.tolist(), encoded.labels.tolist()) == ([0, 4], [4, 2])
 
 
 @pytest.mark.parametrize(
