@@ -1,5 +1,6 @@
 """Energy counters: NVML of NVIDIA GPUs, RAPL of CPUs."""
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 POWERCAP = Path("/sys/class/powercap")
 
 EnergyCounter = Callable[[], float]
-"""Returns the joules that a device has used since the counter was opened."""
+"""Returns the joules that a device has used since the counter was opened; NaN if it cannot be
+read."""
 
 
 def open_nvml_counter(device: torch.device) -> EnergyCounter | None:
@@ -30,7 +32,10 @@ def open_nvml_counter(device: torch.device) -> EnergyCounter | None:
         return None
 
     def read() -> float:
-        used = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start
+        try:
+            used = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start
+        except nvml.NVMLError:
+            return math.nan
         return float(used) / 1000
 
     return read
@@ -48,7 +53,10 @@ class RaplCounter:
     def __call__(self) -> float:
         """Return the joules since the counter was opened; called more often than a counter wraps
         around, which takes minutes."""
-        now = [_read_number(path / "energy_uj") for path in self._packages]
+        try:
+            now = [_read_number(path / "energy_uj") for path in self._packages]
+        except (OSError, ValueError):
+            return math.nan
         for last, current, limit in zip(self._last, now, self._ranges, strict=True):
             self._microjoules += current - last + (limit if current < last else 0)
         self._last = now
@@ -57,11 +65,15 @@ class RaplCounter:
 
 def open_rapl_counter(folder: Path = POWERCAP) -> EnergyCounter | None:
     """Return the counter of the CPU packages; None if there is none or it is not readable."""
-    # intel-rapl:0 is a package, also of AMD; intel-rapl:0:0 is a part of it
-    packages = [path for path in sorted(folder.glob("intel-rapl:*")) if path.name.count(":") == 1]
     try:
+        # intel-rapl:0:0 is a part of a package; a zone named psys contains the packages
+        packages = [
+            path
+            for path in sorted(folder.glob("intel-rapl:*"))
+            if (path / "name").read_text().startswith("package")
+        ]
         return RaplCounter(packages) if packages else None
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

@@ -4,6 +4,8 @@ says what it lacks."""
 import gc
 import json
 import logging
+import math
+import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from megalith.config.train import TrainRun
+from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError
 from megalith.observe import energy
 from megalith.observe.energy import open_nvml_counter, open_rapl_counter
@@ -74,12 +77,15 @@ def _train_rank(rank: int, world: int, run: TrainRun, path: Path) -> None:
 
 @pytest.fixture
 def counters(tmp_path: Path) -> Path:
-    """RAPL counters of two packages."""
+    """RAPL counters of two packages, of a part of one, and of the platform that contains them."""
     folder = tmp_path / "powercap"
-    for name in ("intel-rapl:0", "intel-rapl:0:0", "intel-rapl:1"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "energy_uj").write_text("900\n")
-        (folder / name / "max_energy_range_uj").write_text("1000\n")
+    zones = {"0": "package-0", "0:0": "core", "1": "package-1", "2": "psys"}
+    for number, name in zones.items():
+        zone = folder / f"intel-rapl:{number}"
+        zone.mkdir(parents=True)
+        (zone / "name").write_text(f"{name}\n")
+        (zone / "energy_uj").write_text("900\n")
+        (zone / "max_energy_range_uj").write_text("1000\n")
     return folder
 
 
@@ -293,7 +299,8 @@ def test_energy_of_cpus_is_measured_over_wraparounds(counters: Path) -> None:
     assert counter is not None and counter() == 0
     (counters / "intel-rapl:0" / "energy_uj").write_text("100\n")  # 900 to 1000, and 100 more
     (counters / "intel-rapl:1" / "energy_uj").write_text("950\n")
-    (counters / "intel-rapl:0:0" / "energy_uj").write_text("999\n")  # a part of the package
+    (counters / "intel-rapl:0:0" / "energy_uj").write_text("999\n")
+    (counters / "intel-rapl:2" / "energy_uj").write_text("999\n")
     assert counter() == pytest.approx(250e-6)
     assert counter() == pytest.approx(250e-6)
 
@@ -313,6 +320,45 @@ def test_energy_is_logged_or_omitted(
     assert "energy is not logged, because there is no readable counter on rank 0." in log
 
 
+class CounterWriter(Callback):
+    """Advances the counter of one package by 600 of its 1000 microjoules before every step, and
+    removes it before the last one."""
+
+    def __init__(self, counters: Path) -> None:
+        self._file = counters / "intel-rapl:0" / "energy_uj"
+
+    def before_step(self, step: int, batches: StepBatches) -> None:
+        if int(os.environ["RANK"]) == 0:
+            self._file.write_text(f"{(900 + 600 * step) % 1000}\n")
+            if step == 6:
+                self._file.unlink()
+
+
+def _measure_energy(rank: int, world: int, run: TrainRun, path: Path, counters: Path) -> None:
+    os.environ["RANK"] = str(rank)
+    profile.open_rapl_counter = lambda: open_rapl_counter(counters)  # type: ignore[attr-defined]
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    callbacks = [CounterWriter(counters)]
+    run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+
+
+def test_energy_of_a_machine_counts_once_until_a_counter_cannot_be_read(
+    tmp_path: Path, counters: Path
+) -> None:
+    """The counter wraps around in every step, and only the first rank reads it."""
+    settings = {"parallel.dp": "2", "train.steps": "6", "train.log_every": "2"}
+    run = tiny_run(SHORT | settings | {"observe.energy": "true"})
+    run_ranks(_measure_energy, 2, run, tmp_path, counters)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [
+        (row["step"], row["energy_joules_per_token"] * rows[0]["tokens"])
+        for row in rows
+        if "energy_joules_per_token" in row
+    ] == [(2, pytest.approx(1200e-6)), (4, pytest.approx(1200e-6))]
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("step 6: energy is not logged any more, because a counter could not") == 1
+
+
 def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml: Any = types.ModuleType("pynvml")
     nvml.__spec__ = ModuleSpec("pynvml", None)
@@ -320,14 +366,16 @@ def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None
     nvml.nvmlInit = lambda: None
     handles = {b"GPU-1234": "device"}
     nvml.nvmlDeviceGetHandleByUUID = handles.__getitem__
-    readings = iter([5000, 7500])
-    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: next(readings)
+    readings = {"device": [7500, 5000]}
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: readings[handle].pop()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     uuids = iter(["1234", "5678"])
     properties = lambda device: types.SimpleNamespace(uuid=next(uuids))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     counter = open_nvml_counter(CPU)
     assert counter is not None and counter() == 2.5
+    readings.clear()  # the driver does not answer any more
+    assert math.isnan(counter())
     assert open_nvml_counter(CPU) is None  # the driver does not know the device
     monkeypatch.setattr(energy, "find_spec", lambda name: None)
     assert open_nvml_counter(CPU) is None

@@ -4,7 +4,8 @@ dumps of tensors."""
 import gc
 import json
 import logging
-import os
+import math
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -290,17 +291,18 @@ class EnergyMeter(Callback):
     def on_start(self, run: RunView) -> None:
         """Open the counters; nothing is measured unless all ranks have theirs."""
         self._run = run
+        world, is_gpu = run.mesh.world, run.device.type != "cpu"
         # CPU counters are of the whole machine, so its first rank reads them
-        reads = run.device.type != "cpu" or int(os.environ.get("LOCAL_RANK", "0")) == 0
+        hosts = gather_objects(socket.gethostname(), world)
+        reads = is_gpu or hosts.index(hosts[world.rank]) == world.rank
         counter = None
         if reads:
-            is_gpu = run.device.type != "cpu"
             counter = open_nvml_counter(run.device) if is_gpu else open_rapl_counter()
         missing = [
             str(rank)
             for rank, has_counter in zip(
-                run.mesh.world.ranks,
-                gather_objects(counter is not None or not reads, run.mesh.world),
+                world.ranks,
+                gather_objects(counter is not None or not reads, world),
                 strict=True,
             )
             if not has_counter
@@ -324,15 +326,24 @@ class EnergyMeter(Callback):
         return 0.0 if self._counter is None else self._counter()
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Add the energy since the last logged step, including callbacks and evaluations."""
+        """Add the energy since the last logged step, including callbacks and evaluations; stop on
+        all ranks if a counter cannot be read any more."""
         if not self._is_measured:
             return
         self._num_steps += 1
         self._num_tokens += finished.batches.num_tokens
+        now = self._read()  # in every step, because CPU counters wrap around
         if not self._run.is_logged(finished.step):
             return
-        used = torch.tensor([self._read() - self._before], dtype=torch.float64)
+        used = torch.tensor([now - self._before], dtype=torch.float64)
         joules = all_reduce_(used.to(self._run.device), self._run.mesh.world).item()
+        if math.isnan(joules):
+            self._is_measured = False
+            self._run.log(
+                f"step {finished.step}: energy is not logged any more, because a counter could not "
+                "be read"
+            )
+            return
         metrics |= {
             "energy_joules": round(joules / self._num_steps, 3),
             "energy_joules_per_token": joules / max(1, self._num_tokens),
