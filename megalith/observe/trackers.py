@@ -167,8 +167,9 @@ class MlflowTracker:
 
     def start(self, step: int) -> None:
         """Create a run in the experiment, or continue that of the run folder; MLflow keeps the
-        metrics of steps that are repeated."""
-        before = self._ids.read(self.setting)
+        metrics of steps that are repeated. A failure to send the parameters is only logged, since
+        another attempt continues the run."""
+        before = self._id or self._ids.read(self.setting)
         if before is not None:
             self._client.update_run(before, status="RUNNING")
             self._id = before
@@ -178,13 +179,19 @@ class MlflowTracker:
         number = client.create_experiment(name) if experiment is None else experiment.experiment_id
         settings = flatten(self._settings)
         self._id = client.create_run(number, run_name=str(settings["name"])).info.run_id
+        self._ids.write(self.setting, self._id)
+        try:
+            self._send_params(settings)
+        except Exception as error:  # of another package
+            _log.warning("%s: the parameters of the run were not sent (%s).", self.setting, error)
+
+    def _send_params(self, settings: Mapping[str, object]) -> None:
         params = [
             self._entities.Param(key, str(value)[: self.MAX_CHARACTERS])
             for key, value in settings.items()
         ]
         for first in range(0, len(params), self.MAX_PARAMS):
-            client.log_batch(self._id, params=params[first : first + self.MAX_PARAMS])
-        self._ids.write(self.setting, self._id)
+            self._client.log_batch(self._id, params=params[first : first + self.MAX_PARAMS])
 
     def write(self, rows: Sequence[Row]) -> None:
         """Send the numbers of rows in as few requests as the server permits."""

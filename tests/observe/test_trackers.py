@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -232,6 +233,47 @@ def test_missing_wandb_login_is_reported(
     assert not caplog.messages
 
 
+def install_mlflow(monkeypatch: pytest.MonkeyPatch, client: object) -> None:
+    """Install a fake of the mlflow package; `client`: in place of its client class."""
+    fake: Any = types.ModuleType("mlflow")
+    fake.__spec__ = ModuleSpec("mlflow", None)
+    fake.MlflowClient = client
+    fake.entities = types.SimpleNamespace(
+        Metric=lambda key, value, timestamp, step: (key, value, step),
+        Param=lambda key, value: (key, value),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+
+
+def test_failed_request_does_not_create_another_mlflow_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server accepts no parameters; the run is created once and gets the metrics."""
+    client, rows = MagicMock(), []
+
+    def log_batch(run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        if params:
+            raise ConnectionError("too large")
+        rows.extend(metrics)
+
+    client.create_run.return_value.info.run_id = "r1"
+    client.log_batch = log_batch
+    install_mlflow(monkeypatch, lambda tracking_uri: client)
+    config = MlflowConfig(tracking_uri="http://localhost:5000")
+    ids = RunIds(tmp_path / "trackers.json", is_resumed=False)
+    thread = TrackerThread(MlflowTracker(config, tiny_run(), ids), step=0, retry_seconds=0)
+    for message in ({"step": 1, "loss": 0.5}, 0, {"step": 1, "loss": 0.5}):
+        thread.put(message)
+    with caplog.at_level(logging.WARNING):
+        thread.close(failed=False, seconds=60)
+    assert client.create_run.call_count == 1
+    assert rows == [("loss", 0.5, 1)] * 2
+    assert caplog.messages == [
+        "observe.mlflow: the parameters of the run were not sent (too large)."
+    ]
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"observe.mlflow": "r1"}
+
+
 def test_mlflow_gets_parameters_and_metrics_in_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,14 +306,7 @@ def test_mlflow_gets_parameters_and_metrics_in_batches(
         def set_terminated(self, run_id: str, status: str) -> None:
             events.append((status, run_id))
 
-    fake: Any = types.ModuleType("mlflow")
-    fake.__spec__ = ModuleSpec("mlflow", None)
-    fake.MlflowClient = Client
-    fake.entities = types.SimpleNamespace(
-        Metric=lambda key, value, timestamp, step: (key, value, step),
-        Param=lambda key, value: (key, value),
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    install_mlflow(monkeypatch, Client)
     monkeypatch.setattr(MlflowTracker, "MAX_METRICS", 3)
     config = MlflowConfig(tracking_uri="http://localhost:5000")
     for is_resumed, steps in ((False, (1, 2)), (True, (3, 4))):
