@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,22 +29,40 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
+class _LevelFilter(logging.Filter):
+    """Selects the messages of each logger from its level on."""
+
+    def __init__(self, levels: Mapping[str, int]) -> None:
+        """`levels`: by logger; of others, that of the nearest parent applies."""
+        super().__init__()
+        self._levels = levels
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a message is selected."""
+        name = record.name
+        while name not in self._levels:
+            name = name.rpartition(".")[0]
+        return record.levelno >= self._levels[name]
+
+
 @contextmanager
 def log_to(path: Path, config: ObserveConfig, *, terminal: bool = True) -> Iterator[None]:
     """Append the package's log messages to `path` inside the context, from the levels of the
-    settings on; `terminal`: also write warnings to standard error."""
+    settings on; `terminal`: also write warnings to standard error, whatever the levels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     levels = {_PACKAGE: config.log_level} | dict(parse_log_levels(config.log_levels))
     before = {name: logging.getLogger(name).level for name in levels}
     file = logging.FileHandler(path, encoding="utf-8", delay=not terminal)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     file.setFormatter(JsonFormatter() if config.log_format == "json" else text)
+    numbers = {name: logging.getLevelNamesMapping()[level] for name, level in levels.items()}
+    file.addFilter(_LevelFilter(numbers))
     handlers: list[logging.Handler] = [file]
     if terminal:
         handlers.append(logging.StreamHandler())
         handlers[-1].setLevel(logging.WARNING)
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    for name, number in numbers.items():
+        logging.getLogger(name).setLevel(min(number, logging.WARNING) if terminal else number)
     for handler in handlers:
         logging.getLogger(_PACKAGE).addHandler(handler)
     try:

@@ -45,6 +45,19 @@ def test_levels_apply_to_one_logger_and_are_restored(tmp_path: Path) -> None:
     assert logging.getLogger("megalith.data").level == logging.NOTSET
 
 
+def test_warnings_reach_the_terminal_whatever_the_level_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ObserveConfig(log_level="ERROR", log_levels=("megalith.data=INFO",))
+    with log_to(tmp_path / "log.txt", config):
+        logging.getLogger("megalith.train.loop").warning("short split")
+        logging.getLogger("megalith.train.loop").info("quiet")
+        logging.getLogger("megalith.data.loader").info("detail")
+    assert capsys.readouterr().err == "short split\n"
+    assert (tmp_path / "log.txt").read_text().endswith("INFO megalith.data.loader: detail\n")
+    assert "short split" not in (tmp_path / "log.txt").read_text()
+
+
 def test_json_lines_have_a_traceback(tmp_path: Path) -> None:
     with log_to(tmp_path / "log.txt", ObserveConfig(log_format="json"), terminal=False):
         try:
