@@ -1,5 +1,6 @@
 """Root config of a training run, with all settings of `megalith train`."""
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -224,15 +225,31 @@ def dropout_seed(run: TrainRun) -> int | None:
     return run.seed if drops or noisy else None
 
 
+_METRIC_OF_RUN = re.compile(r"z|moe_.*|(.*_)?mtp_\d+")
+"""Names whose NAME_loss is a metric of a step, or of the MTP layers in another suite."""
+
+
+def is_suite_name(name: str) -> bool:
+    """Return whether metrics named NAME_loss, NAME_acc and so on are valid, and no others have
+    these names.
+
+    >>> [name for name in ("code", "a b", "eval", "z", "mtp_1") if is_suite_name(name)]
+    ['code']
+    """
+    is_word = name.replace("-", "_").isidentifier()
+    return is_word and name != "eval" and not _METRIC_OF_RUN.fullmatch(name)
+
+
 def suite_problems(run: TrainRun) -> list[str]:
     """Return the messages of evaluation suites that are not valid."""
     problems = []
     for name, suite in run.evaluate.items():
         at = f"evaluate.{name}"
-        if not name.replace("-", "_").isidentifier() or name == "eval":
+        if not is_suite_name(name):
             problems.append(
-                f"{at}: the name is part of metrics, and eval is the validation split. Use "
-                "letters, digits and underscores, for example evaluate.code."
+                f"{at}: the name is part of metrics, and eval is the validation split; z, mtp_1 "
+                "and moe_... are in other metrics. Use letters, digits and underscores, for "
+                "example evaluate.code."
             )
         if suite.kind == "choice" and (len(suite.path) != 1 or suite.split is not None):
             problems.append(

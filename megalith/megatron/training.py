@@ -1,7 +1,11 @@
 """Translate batches, steps, precision, optimizer, schedules and folders to our settings."""
 
+import re
+from collections.abc import Sequence
+
 from megalith.config.data import parse_blend, parse_split
 from megalith.config.fields import Plain
+from megalith.config.train import is_suite_name
 from megalith.errors import ConfigError
 from megalith.megatron.parse import Draft
 
@@ -102,17 +106,40 @@ def _translate_suites(draft: Draft, interval: int | None, steps: int) -> None:
     if arguments.value(micro_batch) is not None:
         suite["batch"] = arguments.value(micro_batch)
     suites: dict[str, Plain] = {"valid": suite | {"split": "valid"}}
-    if arguments.value(several):
-        paths = parse_blend("--valid-data-path", arguments.value("--valid-data-path") or ["x"])
-        names = arguments.value("--validation-set-names") or []
+    paths = arguments.value("--valid-data-path")
+    if arguments.value(several) and not paths:
+        draft.problems.append(
+            f"{several} evaluates each set of --valid-data-path, which is missing. Pass "
+            f"--valid-data-path with the prefixes of the sets, or remove {several}."
+        )
+    elif arguments.value(several):
+        prefixes = parse_blend("--valid-data-path", paths).prefixes
+        names = _name_suites(arguments.value("--validation-set-names") or [], len(prefixes))
         suites = {
-            names[number] if number < len(names) else f"valid_{number}": suite | {"path": [path]}
-            for number, path in enumerate(paths.prefixes)
+            name: suite | {"path": [path]} for name, path in zip(names, prefixes, strict=True)
         }
     draft.put("--eval-iters", "train.eval_steps", 0, "replaced by suites")
     for flag in (*_SUITES, "--validation-set-names", "--eval-interval"):
         if arguments.given(flag):
             draft.put(flag, "evaluate", suites)
+
+
+def _name_suites(names: Sequence[str], count: int) -> list[str]:
+    """Return unique names of `count` suites, which are parts of metrics; a set without a name has
+    its number.
+
+    >>> _name_suites(["c++", "c--", "eval"], 4)
+    ['c__', 'c___1', 'valid_eval', 'valid_3']
+    """
+    unique: list[str] = []
+    for number in range(count):
+        name = re.sub(r"\W", "_", names[number]) if number < len(names) else str(number)
+        if not is_suite_name(name):
+            name = f"valid_{name}"
+        while name in unique:
+            name = f"{name}_{number}"
+        unique.append(name)
+    return unique
 
 
 def _has_validation(draft: Draft) -> bool:

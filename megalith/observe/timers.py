@@ -102,6 +102,20 @@ class Timers:
         self._seconds.clear()
         return seconds
 
+    def take_section(self, name: str) -> float:
+        """Return the seconds of one section since it was last taken; waits for its kernels."""
+        events = [event for event in self._events if event[0] == name]
+        self._events = [event for event in self._events if event[0] != name]
+        for _, started, ended in events:
+            ended.synchronize()
+            self._seconds[name] += started.elapsed_time(ended) / 1000
+        return self._seconds.pop(name, 0.0)
+
+    def clear(self) -> None:
+        """Forget all sections, which belong to discarded steps."""
+        self._seconds.clear()
+        self._events.clear()
+
 
 class _Section:
     """Context of one section."""

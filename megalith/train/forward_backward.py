@@ -125,7 +125,7 @@ class PipelineModel:
     flight."""
 
     timers: Timers = field(default_factory=Timers)
-    """Timers of this rank's steps."""
+    """Timers of this rank's steps; an evaluation has no sections of its own."""
 
     @property
     def has_loss(self) -> bool:
@@ -190,7 +190,7 @@ class PipelineModel:
             weights=self.weights,
             dual_batch=self.dual_batch,
             after_microbatch=after_microbatch,
-            timers=self.timers,
+            timers=self.timers if normalizer is not None else Timers(),
         )
         steps = [
             _ChunkStep(

@@ -183,8 +183,7 @@ class TrainLoop:
             if self.view.is_logged(finished.step):
                 self._log(metrics)
             requests = finished.result.requests
-            if StepRequest.EVALUATE in requests:
-                self._evaluate()
+            self._evaluate(is_requested=StepRequest.EVALUATE in requests)
             if StepRequest.STOP in requests and state.step < num_steps:
                 outcome = Outcome("stopped", state.step, self._stop_reason())
                 break
@@ -242,19 +241,22 @@ class TrainLoop:
         if self.prepared.is_writer:
             self.callbacks.notify("on_log", metrics)
 
-    def _evaluate(self) -> None:
-        """Evaluate the model, and log and report the results."""
+    def _evaluate(self, *, is_requested: bool) -> None:
+        """Evaluate the model if an evaluation is due or requested, and log and report the
+        results."""
         step = self.prepared.state.step
+        names = self.evaluator.list_suites(step, is_requested=is_requested)
+        if not names:
+            if is_requested:
+                self.progress.print_line(
+                    f"step {step}: a callback requested an evaluation, and this run has no samples "
+                    "for it. Set train.eval_steps to at least 1 and provide validation data."
+                )
+            return
         self.callbacks.notify("before_evaluate", step)
         with self.timers.section("evaluate"):
-            results = self.evaluator.evaluate(step)
-        if not results:
-            self.progress.print_line(
-                f"step {step}: a callback requested an evaluation, and this run has no samples for "
-                "it. Set train.eval_steps to at least 1 and provide validation data."
-            )
-            return
-        metrics: StepMetrics = {"step": step}
+            results = self.evaluator.evaluate(names)
+        metrics: StepMetrics = {"step": step, **self.callbacks.section_times("evaluate")}
         for name, result in results.items():
             metrics |= result.metrics(name)
         self.callbacks.notify("after_evaluate", results, metrics)

@@ -68,6 +68,12 @@ def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
     config = run.evaluate[name]
     if config.kind == "choice":
         questions = read_questions(Path(config.path[0]))[: config.rows]
+        for group in {question.group for question in questions}:
+            if f"{name}_{group}" in run.evaluate:
+                raise DataError(
+                    f"{config.path[0]}: the metrics of group {group!r} have the names of those of "
+                    f"evaluate.{name}_{group}. Rename the group or the suite."
+                )
         return ChoiceSuite(config, questions, tokenizer, max_length=run.model.max_seq_len)
     split = config.split or "valid"
     data = replace(run.data, keep_partial_valid=True)

@@ -465,3 +465,22 @@ def test_validation_sets_become_suites(tiny: Translate) -> None:
         "valid_1": ("c",),
     }
     assert {(suite.rows, suite.start) for suite in run.evaluate.values()} == {(20, 7)}
+
+
+def test_names_of_validation_sets_become_unique_names_of_suites(tiny: Translate) -> None:
+    paths = "--train-data-path a --valid-data-path b c d e f --multiple-validation-sets"
+    arguments = f"{paths} --validation-set-names a_4 C++ C-- eval a --eval-iters 4"
+    run = tiny(arguments, without=("--mock-data",)).run
+    assert run is not None and not run_problems(run, 1)
+    assert [*run.evaluate] == ["a_4", "C__", "C___2", "valid_eval", "a"]
+    run = tiny(arguments.replace(" eval a ", " a a "), without=("--mock-data",)).run
+    assert run is not None and [*run.evaluate] == ["a_4", "C__", "C___2", "a", "a_4_4"]
+
+
+def test_validation_sets_without_paths_are_rejected(tiny: Translate) -> None:
+    (problem,) = tiny("--multiple-validation-sets").problems
+    assert problem == (
+        "--multiple-validation-sets evaluates each set of --valid-data-path, which is missing. "
+        "Pass --valid-data-path with the prefixes of the sets, or remove "
+        "--multiple-validation-sets."
+    )

@@ -1,6 +1,9 @@
 """Timers: sections by level, per step, with the extremes over ranks."""
 
+from typing import cast
+
 import pytest
+import torch
 
 from megalith.observe import timers
 from megalith.observe.timers import SECTION_LEVELS, Timers, summarize_times
@@ -47,6 +50,30 @@ def test_time_of_a_section_that_fails_counts(clock: Clock) -> None:
         clock.now += 0.5
         raise ZeroDivisionError
     assert measured.take() == {"data": 0.5}
+
+
+def test_one_section_is_taken_when_its_kernels_have_finished() -> None:
+    class Event:
+        """An event of 0.5 s that has not finished until the host waits for it."""
+
+        finished = False
+
+        def query(self) -> bool:
+            return self.finished
+
+        def synchronize(self) -> None:
+            self.finished = True
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert end.finished
+            return 500.0
+
+    measured, event = Timers(level=1), cast(torch.cuda.Event, Event())
+    measured._events = [("save", event, event), ("evaluate", event, event)]
+    measured.add("data", 1.0)
+    assert measured.take_section("evaluate") == 0.5
+    assert measured.take_section("evaluate") == 0.0
+    assert measured.take() == {"data": 1.0, "save": 0.5}
 
 
 def test_every_section_has_a_level() -> None:

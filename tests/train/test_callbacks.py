@@ -3,6 +3,7 @@ that cannot be loaded are rejected."""
 
 import logging
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
-from megalith.observe.timers import SECTION_LEVELS
+from megalith.observe.timers import SECTION_LEVELS, Timers
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -231,6 +232,28 @@ class Recorder(Callback):
         self.count = state["count"]
 
 
+def test_times_of_discarded_steps_do_not_count() -> None:
+    timers, callbacks = Timers(level=1), CallbackList([])
+    view: Any = types.SimpleNamespace(
+        prepared=types.SimpleNamespace(
+            callback_states={}, trainer=types.SimpleNamespace(timers=timers)
+        ),
+        config=tiny_run({"observe.timer_level": "1"}),
+        mesh=build_single_rank_mesh(),
+        step=0,
+        is_writer=True,
+        is_logged=lambda step: step == 2,
+    )
+    callbacks.on_start(view)
+    steps: list[Any] = [types.SimpleNamespace(step=step) for step in (1, 2)]
+    timers.add("data", 7.0)
+    callbacks.after_step(steps[0])
+    callbacks.after_rollback(0)
+    timers.add("data", 1.0)
+    callbacks.after_step(steps[0])
+    assert callbacks.after_step(steps[1]) == {"time_data_ms": 500.0}
+
+
 def test_requests_take_effect_after_the_next_step_and_state_survives_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,6 +351,12 @@ class NoMethod(Callback):
     after_step = None  # type: ignore[assignment]
 
 
+class NamedSave(Callback):
+    """Its time would be that of the section."""
+
+    name = "save"
+
+
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
@@ -338,6 +367,7 @@ class NoMethod(Callback):
         ([NoMethod()], "after_step=None is not a method. Define it as after_step(self, finished"),
         ([WrongArguments()], "does not accept the arguments of a callback"),
         ([Recorder(), Recorder()], "callback Recorder: two callbacks have this name"),
+        ([NamedSave()], "callback save: time_save_ms is the time of a section of the step. Set"),
     ],
 )
 def test_callback_with_wrong_methods_or_name_is_rejected(

@@ -23,8 +23,10 @@ from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
+from megalith.train.callbacks.base import Callback, FinishedStep, StepMetrics
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
+from megalith.train.step import StepRequest
 from megalith.train.suites import (
     ChoiceScores,
     ChoiceSuite,
@@ -280,6 +282,8 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
         ({"evaluate.a.kind": "choice"}, "evaluate.a.kind=choice reads the questions of one JSONL"),
         ({"evaluate.eval.split": "test"}, "evaluate.eval: the name is part of metrics, and eval"),
         ({"evaluate.a b.split": "test"}, "evaluate.a b: the name is part of metrics"),
+        ({"evaluate.z.split": "test"}, "evaluate.z: the name is part of metrics"),
+        ({"evaluate.a_mtp_1.split": "test"}, "z, mtp_1 and moe_... are in other metrics. Use lett"),
         (
             {"evaluate.a.kind": "choice", "evaluate.a.path": "x", "evaluate.a.batch": "2"},
             "evaluate.a.batch=2 is the number of rows of a microbatch, and each choice is one. Set",
@@ -289,6 +293,60 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
 def test_wrong_suites_are_rejected(settings: dict[str, str], problem: str) -> None:
     problems = run_problems(tiny_run(settings), 1)
     assert len(problems) == 1 and problem in problems[0]
+
+
+def test_group_with_the_metrics_of_another_suite_is_rejected(tmp_path: Path) -> None:
+    path = str(write_questions(tmp_path / "questions.jsonl"))
+    settings = {"evaluate.quiz.kind": "choice", "evaluate.quiz.path": path}
+    run = tiny_run(settings | {"evaluate.quiz_math.split": "test"})
+    with pytest.raises(DataError, match="the metrics of group 'math' have the names of those of "):
+        open_suite(run, "quiz", TOKENIZER)
+
+
+class RequestEvaluation(Callback):
+    """Requests an evaluation after step 2."""
+
+    def __init__(self) -> None:
+        self.evaluated: list[int] = []
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
+        return StepRequest.EVALUATE if finished.step == 1 else None
+
+    def before_evaluate(self, step: int) -> None:
+        self.evaluated.append(step)
+
+
+def test_request_evaluates_all_suites_even_if_one_is_due(tmp_path: Path) -> None:
+    settings = {"train.steps": "4", "train.eval_every": "2", "evaluate.test.split": "test"}
+    callback, folder = RequestEvaluation(), RunFolder(tmp_path)
+    mesh = build_single_rank_mesh()
+    timed = {"observe.timer_level": "2", "evaluate.test.rows": "2"}
+    run = tiny_run(settings | timed)
+    run_training(run, folder, mesh, CPU, show=False, callbacks=[callback])
+    rows = read_metrics(folder.metrics)
+    evaluations = [row for row in rows if "eval_loss" in row]
+    assert [(row["step"], "test_loss" in row) for row in evaluations] == [(2, True), (4, True)]
+    assert callback.evaluated == [2, 4]
+    # the time of an evaluation is in its row
+    assert [row for row in rows if "time_evaluate_ms" in row] == evaluations
+
+
+def test_request_without_suites_is_reported(tmp_path: Path) -> None:
+    callback, folder = RequestEvaluation(), RunFolder(tmp_path)
+    run, mesh = tiny_run({"train.steps": "2", "train.eval_steps": "0"}), build_single_rank_mesh()
+    run_training(run, folder, mesh, CPU, show=False, callbacks=[callback])
+    assert callback.evaluated == []
+    assert "step 2: a callback requested an evaluation, and this run has no samples" in (
+        folder.log.read_text()
+    )
+
+
+def test_evaluation_is_not_measured_as_training() -> None:
+    """megalith evaluate, which logs no steps, keeps no times either."""
+    trainer = build_trainer(tiny_run({"observe.timer_level": "2"}), build_single_rank_mesh(), CPU)
+    suite = ChoiceSuite(SuiteConfig(kind="choice"), QUESTIONS, TOKENIZER, max_length=32)
+    suite.evaluate(trainer.pipeline_model, MaskSettings(), TOKENIZER)
+    assert trainer.timers.take() == {}
 
 
 def test_range_of_a_suite_setting_is_checked() -> None:

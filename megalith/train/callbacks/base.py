@@ -37,7 +37,7 @@ from megalith.errors import (
     raise_all,
 )
 from megalith.observe.metrics import Value
-from megalith.observe.timers import Timers, summarize_times
+from megalith.observe.timers import SECTION_LEVELS, Timers, summarize_times
 from megalith.optim.schedule import GroupRates
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects
@@ -354,17 +354,31 @@ class CallbackList(StepHooks):
         self.notify("after_step", finished, metrics)
         self._num_timed_steps += 1
         if self._timers is not None and self._run.is_logged(finished.step):
-            world = self._run.mesh.world
-            gathered = gather_objects(self._timers.take(), world)
-            times = [seconds for seconds in gathered if isinstance(seconds, dict)]
-            metrics |= summarize_times(times, world.ranks, num_steps=self._num_timed_steps)
+            metrics |= self._summarize(self._timers.take(), num_steps=self._num_timed_steps)
             self._num_timed_steps = 0
         return metrics
+
+    def section_times(self, name: str) -> StepMetrics:
+        """Return the metrics of one section since the last call, for a row of its own; empty if
+        sections are not measured. Collective."""
+        if self._timers is None or self._timers.level == 0:
+            return {}
+        return self._summarize({name: self._timers.take_section(name)}, num_steps=1)
+
+    def _summarize(self, seconds: Mapping[str, float], *, num_steps: int) -> StepMetrics:
+        """Return the metrics of the seconds of all ranks. Collective."""
+        world = self._run.mesh.world
+        gathered = gather_objects(seconds, world)
+        times = [seconds for seconds in gathered if isinstance(seconds, dict)]
+        return summarize_times(times, world.ranks, num_steps=num_steps)
 
     def after_rollback(self, step: int) -> None:
         """Restore the states of callbacks as of step `step`, and notify them."""
         self._step, states = step, self._run.prepared.callback_states
         self._requests.clear()  # they are about discarded steps
+        self._num_timed_steps = 0
+        if self._timers is not None:
+            self._timers.clear()
         for name in [*self._callbacks]:
             if name in states:
                 self._call(name, "load_state_dict", states[name])
@@ -498,8 +512,8 @@ def check_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return the callbacks by name.
 
     Raises:
-        ConfigError: two callbacks have the same name, or a method is misspelled or does not accept
-            the arguments of the interface.
+        ConfigError: two callbacks have the same name or one that of a section of the timers, or a
+            method is misspelled or does not accept the arguments of the interface.
     """
     by_name: dict[str, Callback] = {}
     for callback in callbacks:
@@ -508,6 +522,11 @@ def check_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
             raise ConfigError(
                 f"callback {name}: two callbacks have this name, under which checkpoints store "
                 f"their state. Set `name` of one of them, for example to {name}2."
+            )
+        if name in SECTION_LEVELS:
+            raise ConfigError(
+                f"callback {name}: time_{name}_ms is the time of a section of the step. Set `name` "
+                f"to another one, for example to {name}2."
             )
         _check_methods(name, type(callback))
         by_name[name] = callback

@@ -378,8 +378,7 @@ def _redirect_closed_output() -> None:
 
 
 class Evaluator(Callback):
-    """Requests evaluations of the validation split and of suites, each at its steps and after the
-    last one."""
+    """Evaluates the validation split and suites, each at its steps and after the last one."""
 
     essential = True
 
@@ -399,32 +398,28 @@ class Evaluator(Callback):
         for name in run.config.evaluate:
             self._suites[name] = open_suite(run.config, name, prepared.tokenizer)
 
-    def before_step(self, step: int, batches: StepBatches) -> None:
-        """Request an evaluation after this step, if a suite is due."""
-        if self._list_due(step):
-            self._run.request(StepRequest.EVALUATE)
-
-    def _list_due(self, step: int) -> list[str]:
-        """Return the names of the suites that are due after a step."""
+    def list_suites(self, step: int, *, is_requested: bool) -> list[str]:
+        """Return the names of the suites that are due after a step; all of them if a callback
+        requests an evaluation."""
         last = self._run.config.train.steps
         return [
             name
             for name, suite in self._suites.items()
-            if step == last
+            if is_requested
+            or step == last
             or (
                 step >= suite.config.start and suite.config.every and step % suite.config.every == 0
             )
         ]
 
-    def evaluate(self, step: int) -> dict[str, SuiteResult]:
-        """Evaluate the suites that are due; all of them if none is, because a callback requested
-        it. Collective."""
+    def evaluate(self, names: Sequence[str]) -> dict[str, SuiteResult]:
+        """Evaluate some suites. Collective."""
         prepared = self._run.prepared
         return {
             name: self._suites[name].evaluate(
                 prepared.trainer.pipeline_model, prepared.masks(), prepared.tokenizer
             )
-            for name in self._list_due(step) or self._suites
+            for name in names
         }
 
 
