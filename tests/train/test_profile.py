@@ -29,8 +29,9 @@ from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import FP64
 from megalith.train.callbacks import memory, profile
-from megalith.train.callbacks.base import Callback, Outcome
+from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
 from megalith.train.callbacks.profile import LayerRanges, SectionMarker
 from megalith.train.loop import run_training
@@ -109,7 +110,7 @@ def test_run_is_bitwise_equal_with_all_measurements(tmp_path: Path) -> None:
     ]
     assert weights[0] and weights[0] == weights[1]
     norms = [row["param_norm"] for row in measured if "loss" in row]
-    assert len(set(norms)) == 4
+    assert len(set(norms)) == 4  # test_param_norm_is_that_of_one_process compares the values
     assert (tmp_path / "measured" / "logs" / "rank_00001.txt").exists()
     _check_dumps(tmp_path / "measured" / "dumps")
     # parameters were being gathered when the profiler stopped, which must wait for them
@@ -174,16 +175,29 @@ def _check_dumps(folder: Path) -> None:
 def test_dump_contains_the_selected_parameters_after_the_update(tmp_path: Path) -> None:
     class Weights(Callback):
         def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
-            self.gradient = local_params[0].gradient.clone()
-            self.name = local_params[0].shard.name
+            (param,) = (each for each in local_params if each.shard.name == "embed.weight")
+            self.gradient = param.gradient.clone()
 
     weights = Weights()
     settings = {"observe.dump.every": "4", "observe.dump.gradients": "true"}
     train(tmp_path, SHORT | settings | {"observe.dump.only": "embed.*"}, weights)
     with safe_open(tmp_path / "dumps" / "step_0000004" / "rank_00000.safetensors", "pt") as dump:
         assert [*dump.metadata()] == ["embed.weight/grad"]
-        if weights.name == "embed.weight":
-            assert torch.equal(dump.get_tensor("embed.weight/grad"), weights.gradient)
+        assert torch.equal(dump.get_tensor("embed.weight/grad"), weights.gradient)
+
+
+def test_param_norm_is_that_of_one_process(tmp_path: Path) -> None:
+    """Tensor-parallel ranks have copies of the norms, which count once."""
+    settings = {"train.steps": "1", "train.eval_steps": "0", "observe.param_norm": "true"}
+    settings |= {"precision.params": "fp64"}
+    train(tmp_path / "single", settings)
+    run_ranks(_train_rank, 2, tiny_run(settings | {"parallel.tp": "2"}), tmp_path / "tp")
+    norms = [
+        row["param_norm"]
+        for name in ("single", "tp")
+        for row in read_metrics(tmp_path / name / "metrics.jsonl")
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=FP64.relative)
 
 
 @pytest.mark.parametrize(
@@ -320,6 +334,35 @@ def test_energy_is_logged_or_omitted(
     assert "energy is not logged, because there is no readable counter on rank 0." in log
 
 
+@pytest.mark.parametrize("tool", ["torch", "nsys"])
+def test_failed_profile_leaves_no_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    """The export fails, or the start of the capture."""
+
+    def fail(*arguments: object) -> None:
+        raise OSError("no space left on device")
+
+    class Marks(Callback):
+        def on_start(self, run: RunView) -> None:
+            self.timers = run.prepared.trainer.timers
+
+        def on_end(self, outcome: Outcome) -> None:
+            self.marker = self.timers.marker
+
+    hooks = torch.nn.modules.module
+    before, marks = len(hooks._global_forward_hooks), Marks()
+    monkeypatch.setattr(profile.Profiler, "_write", fail)
+    monkeypatch.setattr(torch.cuda, "cudart", fail)
+    if tool == "nsys":
+        monkeypatch.setattr(profile.Profiler, "on_start", _start_without_check)
+    settings = {"profile.start": "2", "profile.steps": "1", "profile.tool": tool}
+    train(tmp_path, SHORT | settings, marks)
+    assert "callback Profiler failed in" in (tmp_path / "log.txt").read_text()
+    assert marks.marker is None
+    assert len(hooks._global_forward_hooks) == before
+
+
 class CounterWriter(Callback):
     """Advances the counter of one package by 600 of its 1000 microjoules before every step, and
     removes it before the last one."""
@@ -381,6 +424,20 @@ def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None
     assert open_nvml_counter(CPU) is None
 
 
+def _fail_to_estimate(*arguments: object, **options: object) -> None:
+    raise RuntimeError("planted")
+
+
+def test_memory_is_logged_if_the_estimate_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "estimate_rank_memory", _fail_to_estimate)
+    settings = SHORT | {"train.steps": "1", "observe.memory_every": "1"}
+    assert train(tmp_path, settings).kind == "done"
+    log = (tmp_path / "log.txt").read_text()
+    assert "GiB used; there is no estimate (RuntimeError('planted'))" in log
+
+
 def test_lack_of_memory_names_the_categories_and_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,5 +455,11 @@ def test_lack_of_memory_names_the_categories_and_a_change(
     assert text.startswith("rank 0 ran out of memory in step 4: ")
     assert "The estimate of its memory is 0.00" in text and "weights 0.00" in text
     assert "Nearest change: --" in text
+    monkeypatch.setattr(memory, "estimate_rank_memory", _fail_to_estimate)
+    with pytest.raises(OutOfMemory) as raised:
+        train(tmp_path / "without", SHORT, Hungry())
+    text = str(raised.value)
+    assert text.startswith("rank 0 ran out of memory in step 4: ")
+    assert "There is no estimate of its memory (RuntimeError('planted')). Use more ranks" in text
     assert not is_out_of_memory(RuntimeError("another"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))

@@ -64,14 +64,16 @@ class MemoryReport(Callback):
         if not run.is_writer:
             return
         for (pp_rank, tp_rank), used_gib in sorted(largest.items()):
-            estimate = estimate_rank_memory(
-                run.config, mesh.world.size, pp_rank=pp_rank, tp_rank=tp_rank
-            )
+            at = f"memory after step {finished.step}, pp rank {pp_rank}, tp rank {tp_rank}: "
+            try:
+                estimate = estimate_rank_memory(
+                    run.config, mesh.world.size, pp_rank=pp_rank, tp_rank=tp_rank
+                )
+            except Exception as error:  # only rank 0 estimates, and the others must not wait for it
+                _log.warning("%s%.3f GiB used; there is no estimate (%r)", at, used_gib, error)
+                continue
             used_nbytes = int(used_gib * GIB)
-            text = (
-                f"memory after step {finished.step}, pp rank {pp_rank}, tp rank {tp_rank}: "
-                f"{describe_difference(used_nbytes, estimate)}"
-            )
+            text = at + describe_difference(used_nbytes, estimate)
             if is_large_difference(used_nbytes, estimate, is_cpu=run.device.type == "cpu"):
                 _log.warning(text)
             else:
@@ -174,16 +176,29 @@ def out_of_memory_error(run: RunView, error: BaseException) -> OutOfMemory:
     """Return the error for users: what the rank's memory holds by the estimate, and the nearest
     change that fits."""
     config, mesh = run.config, run.mesh
+    try:
+        advice = _describe_estimate(run)
+    except Exception as failure:  # the error to report is the lack of memory
+        advice = f"There is no estimate of its memory ({failure!r}). Use more ranks."
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    history = f" Allocations: {history_path(run)}." if config.observe.memory_history else ""
+    return OutOfMemory(
+        f"rank {mesh.world.rank} ran out of memory in step {run.step + 1}: {reason:.300} "
+        f"{advice}{history}"
+    )
+
+
+def _describe_estimate(run: RunView) -> str:
+    """Return the estimated memory of this rank by category, and the nearest change that fits."""
+    config, mesh = run.config, run.mesh
     memory = estimate_rank_memory(
         config, mesh.world.size, pp_rank=mesh.pp.rank, tp_rank=mesh.tp.rank
     )
     limit = _device_limit(run.device, mesh)
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    history = f" Allocations: {history_path(run)}." if config.observe.memory_history else ""
-    return OutOfMemory(
-        f"rank {mesh.world.rank} ran out of memory in step {run.step + 1}: {reason:.300} The "
-        f"estimate of its memory is {memory.total / GIB:.3f} GiB ({describe_categories(memory)}) "
-        f"of {(limit.memory or 0) / GIB:.3f}. {_describe_fix(config, mesh, limit)}{history}"
+    return (
+        f"The estimate of its memory is {memory.total / GIB:.3f} GiB "
+        f"({describe_categories(memory)}) of {(limit.memory or 0) / GIB:.3f}. "
+        f"{_describe_fix(config, mesh, limit)}"
     )
 
 

@@ -127,9 +127,9 @@ class Profiler(Callback):
             return
         config, trainer = self._run.config.profile, self._run.prepared.trainer
         if config.tool == "nsys":
+            torch.cuda.cudart().cudaProfilerStart()
             self._layers = LayerRanges(trainer.pipeline_model.modules)
             self._layers.start()
-            torch.cuda.cudart().cudaProfilerStart()
         else:
             self._profiler = self._build(_start(config) - step)
             self._profiler.start()
@@ -155,10 +155,15 @@ class Profiler(Callback):
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Count a step of the window; write the profile after the last one."""
         config = self._run.config.profile
-        if self._profiler is not None:
-            self._wait_for_collectives()
-            self._profiler.step()
-        if self._is_open and finished.step >= _start(config) + config.steps - 1:
+        is_last = self._is_open and finished.step >= _start(config) + config.steps - 1
+        try:
+            if self._profiler is not None:
+                self._wait_for_collectives()
+                self._profiler.step()
+        except BaseException:  # the list calls this callback no more
+            self._stop_marking()
+            raise
+        if is_last:
             self._close()
 
     def _wait_for_collectives(self) -> None:
@@ -191,15 +196,20 @@ class Profiler(Callback):
     def _close(self) -> None:
         if not self._is_open:
             return
-        self._run.prepared.trainer.timers.marker = None
         profiler, layers = self._profiler, self._layers
-        self._profiler = self._layers = None
+        self._stop_marking()
         if profiler is not None:
             self._wait_for_collectives()
             profiler.stop()
         if layers is not None:
-            layers.stop()
             torch.cuda.cudart().cudaProfilerStop()
+
+    def _stop_marking(self) -> None:
+        """Mark neither sections nor layers any more."""
+        self._run.prepared.trainer.timers.marker = None
+        if self._layers is not None:
+            self._layers.stop()
+        self._profiler = self._layers = None
 
 
 def describe_longest_operations(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON
