@@ -26,8 +26,9 @@ SECTION_LEVELS: Mapping[str, int] = {
     "pipeline_send": 2,
     "pipeline_receive": 2,
 }
-"""Sections by name, with the lowest observe.timer_level that measures them. `grad_reduce` and
-`param_gather` are the exposed parts: the time in which the host waits."""
+"""Sections by name, with the lowest observe.timer_level that measures them. `grad_reduce` is the
+part of the gradient reduction that backward does not overlap. `param_gather` is the all-gather of
+updated weights; if forward waits for it layer by layer, only its start."""
 
 _UNTIMED = nullcontext()
 
@@ -45,8 +46,8 @@ class RangeMarker(Protocol):
 class Timers:
     """Measures the sections of this rank's steps, up to a level.
 
-    On a GPU a section lasts from the start of its first kernel to the end of its last; events are
-    read when a step is logged, so that no section waits for the device.
+    On a GPU a section is the time between two events on the current stream, which includes waits of
+    the stream; events are read when a step is logged, so that no section waits for the device.
     """
 
     def __init__(self, *, level: int = 0, device: torch.device | None = None) -> None:

@@ -199,11 +199,11 @@ def _parse_question(line: str, at: str) -> Question:
     problem = ""
     if not isinstance(context, str):
         problem = "context is not text"
-    elif not (isinstance(choices, list) and len(choices) > 1 and all(map(_is_word, choices))):
+    elif not (isinstance(choices, list) and len(choices) > 1 and all(map(_is_text, choices))):
         problem = "choices is not a list of two or more texts"
     elif type(answer) is not int or not 0 <= answer < len(choices):
         problem = f"answer={answer} is not an index from 0 to {len(choices) - 1}"
-    elif not (isinstance(shots, list) and all(map(_is_word, shots))):
+    elif not (isinstance(shots, list) and all(map(_is_text, shots))):
         problem = "shots is not a list of texts"
     elif not isinstance(group, str):
         problem = "group is not text"
@@ -212,7 +212,7 @@ def _parse_question(line: str, at: str) -> Question:
     return Question("\n\n".join([*shots, str(context)]), tuple(choices or ()), answer, group)
 
 
-def _is_word(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 

@@ -46,8 +46,8 @@ class MemoryReport(Callback):
         self._run = run
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Log a line for each pipeline and tensor-parallel rank, of the ranks there the one with
-        the most memory."""
+        """Log a line for each pipeline and tensor-parallel rank: the largest memory of its data-
+        and context-parallel ranks."""
         every = self._run.config.observe.memory_every
         assert every is not None, "MemoryReport is used only if it is set"
         if finished.step > 2 and finished.step % every:

@@ -299,7 +299,7 @@ class EnergyMeter(Callback):
         self._is_measured = False
 
     def on_start(self, run: RunView) -> None:
-        """Open the counters; nothing is measured unless all ranks have theirs."""
+        """Open the counters; nothing is measured unless all ranks have one."""
         self._run = run
         world, is_gpu = run.mesh.world, run.device.type != "cpu"
         # CPU counters are of the whole machine, so its first rank reads them
