@@ -26,8 +26,8 @@ class EvaluateCommand:
     run: Positional[str]
     """Folder of a run: a path, or its name under runs/."""
 
-    split: Literal["valid", "test", "train"] = "valid"
-    """Data split."""
+    split: Literal["valid", "test", "train"] | None = None
+    """Data split; default: valid."""
 
     suite: str | None = None
     """Evaluation suite of the run (evaluate.NAME), in place of a split."""
@@ -49,6 +49,11 @@ def main(argv: list[str]) -> int:
     if command.samples is not None and command.samples < 1:
         raise ConfigError(
             f"--samples={command.samples} must be at least 1. Remove it to read the whole split."
+        )
+    if command.suite is not None and (command.split or command.samples):
+        raise ConfigError(
+            f"--suite={command.suite} has its own rows: --split and --samples do not apply. Remove "
+            f"them, or set --evaluate.{command.suite}.split or --evaluate.{command.suite}.rows."
         )
     from megalith.recipes import resolve_run
 
@@ -150,13 +155,14 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
 
     if command.suite is not None:
         return _evaluate_suite(run, folder, command.suite, command)
+    split = command.split or "valid"
     with join_job(run, os.environ) as job:
         result = run_evaluation(
             run,
             RunFolder(folder),
             job.mesh,
             job.device,
-            split=command.split,
+            split=split,
             samples=command.samples,
             show=True,
         )
@@ -165,7 +171,7 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
         print_json(
             {
                 "run": str(folder),
-                "split": command.split,
+                "split": split,
                 **asdict(result),
                 "perplexity": result.perplexity,
             }
@@ -173,7 +179,7 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
     elif first:
         bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
         print(
-            f"{folder} on {command.split}: loss {result.loss:.4f}, perplexity "
+            f"{folder} on {split}: loss {result.loss:.4f}, perplexity "
             f"{result.perplexity:.2f}{bits}"
             f"{result.describe_mtp()} ({result.num_labels:,} tokens)"
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer
+from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer, parse_blend
 from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
@@ -15,6 +15,7 @@ from megalith.config.observe import ObserveConfig, ProfileConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.tree import load_yaml
+from megalith.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
 """Name of the settings file in the folder of a run and of each checkpoint."""
@@ -261,6 +262,13 @@ def suite_problems(run: TrainRun) -> list[str]:
                 f"{at} needs exactly one source. Set {at}.path to prefixes of .bin/.idx files, or "
                 f"{at}.split to valid."
             )
+        elif suite.kind == "text" and suite.path:
+            problems += _blend_problems(at, suite)
+        if suite.kind == "choice" and not run.model.attention.causal:
+            problems.append(
+                f"{at}.kind=choice scores each token from the tokens before it, and "
+                "model.attention.causal=false. Set kind to text, or remove the suite."
+            )
         if suite.batch is not None and (suite.kind == "choice" or run.train.tokens_per_microbatch):
             problems.append(
                 f"{at}.batch={suite.batch} is the number of rows of a microbatch, and "
@@ -268,3 +276,17 @@ def suite_problems(run: TrainRun) -> list[str]:
                 f"Set {at}.batch to none."
             )
     return problems
+
+
+def _blend_problems(at: str, suite: SuiteConfig) -> list[str]:
+    """Return the messages of a path whose weights cannot be applied."""
+    try:
+        blend = parse_blend(f"{at}.path", suite.path)
+    except ConfigError as error:
+        return [str(error)]
+    if blend.weights is None or len(blend.prefixes) == 1 or suite.rows is not None:
+        return []
+    return [
+        f"{at}.path={' '.join(suite.path)} has weights, and a pass over all rows reads each once. "
+        f"Remove the weights, or set {at}.rows."
+    ]

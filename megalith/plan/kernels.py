@@ -325,11 +325,12 @@ def _find_obstacle(
 
 def _needs_padding_mask(run: TrainRun) -> str | None:
     """Return why a backend without masks cannot compute all rows of a run; None if it can."""
-    if run.model.attention.causal or not run.data.keep_partial_valid:
+    if run.model.attention.causal or not (run.data.keep_partial_valid or run.evaluate):
         return None
+    setting = "data.keep_partial_valid=true" if run.data.keep_partial_valid else "evaluate"
     return (
-        "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with "
-        "padding, which needs an attention mask, and it does not support masks"
+        f"{setting} with model.attention.causal=false: the last row ends with padding, which needs "
+        "an attention mask, and it does not support masks"
     )
 
 

@@ -66,15 +66,27 @@ def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
         DataError, ConfigError: it is missing, damaged or empty.
     """
     config = run.evaluate[name]
-    if config.kind == "choice":
-        questions = read_questions(Path(config.path[0]))[: config.rows]
-        for group in {question.group for question in questions}:
-            if f"{name}_{group}" in run.evaluate:
-                raise DataError(
-                    f"{config.path[0]}: the metrics of group {group!r} have the names of those of "
-                    f"evaluate.{name}_{group}. Rename the group or the suite."
-                )
-        return ChoiceSuite(config, questions, tokenizer, max_length=run.model.max_seq_len)
+    try:
+        if config.kind == "choice":
+            return _open_questions(run, name, tokenizer)
+        return _open_text(run, config, tokenizer)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"evaluate.{name}: {error}") from error
+
+
+def _open_questions(run: TrainRun, name: str, tokenizer: Tokenizer) -> "ChoiceSuite":
+    config = run.evaluate[name]
+    questions = read_questions(Path(config.path[0]))[: config.rows]
+    for group in {question.group for question in questions}:
+        if f"{name}_{group}" in run.evaluate:
+            raise DataError(
+                f"{config.path[0]}: the metrics of group {group!r} have the names of those of "
+                f"evaluate.{name}_{group}. Rename the group or the suite."
+            )
+    return ChoiceSuite(config, questions, tokenizer, max_length=run.model.max_seq_len)
+
+
+def _open_text(run: TrainRun, config: SuiteConfig, tokenizer: Tokenizer) -> "TextSuite":
     split = config.split or "valid"
     data = replace(run.data, keep_partial_valid=True)
     if config.path:
@@ -102,8 +114,8 @@ def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
     )
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None or dataset.num_samples == 0:
-        source = f"{name}.split={config.split}" if config.split else f"{name}.path"
-        raise ConfigError(f"evaluate.{source} has no rows. Use a set of more tokens.")
+        source = f"split={config.split}" if config.split else f"path={' '.join(config.path)}"
+        raise ConfigError(f"{source} has no rows. Use a set of more tokens.")
     num_samples = min(config.rows or dataset.num_samples, dataset.num_samples)
     return TextSuite(config, dataset, num_samples)
 

@@ -258,3 +258,8 @@ def test_suite_of_the_command_line_is_evaluated(
     assert (document["suite"], document["quiz_acc"] in (0, 1)) == ("quiz", True)
     assert main(words) == 0
     assert "on quiz: acc " in capsys.readouterr().out
+    for option in (["--samples", "3"], ["--split", "test"]):
+        assert main([*words, *option]) == 2
+        assert "--suite=quiz has its own rows: --split and --samples do not apply. Remove them" in (
+            capsys.readouterr().err
+        )

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.config.kernels import OPS, KernelsConfig
 from megalith.config.model import AttentionConfig
-from megalith.config.train import TrainRun
+from megalith.config.train import SuiteConfig, TrainRun
 from megalith.kernels.activation import SIGMOIDS as SIGMOIDS_OF_LOOPS
 from megalith.kernels.triton.launch import WIDEST as WIDEST_OF_PROGRAMS
 from megalith.plan.kernels import (
@@ -149,6 +149,9 @@ def test_backend_without_masks_is_rejected_if_padding_must_be_masked() -> None:
     )
     assert problem.endswith("Set kernels.attention to torch, or to auto.")
     whole = replace(both, data=replace(both.data, keep_partial_valid=False))
+    suites = replace(whole, evaluate={"code": SuiteConfig(split="test")})
+    (problem,) = explicit_backend_problems(suites)  # they read the last, incomplete row too
+    assert "evaluate with model.attention.causal=false: the last row ends with " in problem
     named = replace(both, kernels=KernelsConfig(attention="sdpa"))
     assert [explicit_backend_problems(other) for other in (run, whole, named)] == [[], [], []]
 

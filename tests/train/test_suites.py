@@ -285,6 +285,21 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
         ({"evaluate.z.split": "test"}, "evaluate.z: the name is part of metrics"),
         ({"evaluate.a_mtp_1.split": "test"}, "z, mtp_1 and moe_... are in other metrics. Use lett"),
         (
+            {"evaluate.a.path": "['1',x,'2',y]"},
+            "evaluate.a.path=1 x 2 y has weights, and a pass over all rows reads each once. Remove "
+            "the weights, or set evaluate.a.rows.",
+        ),
+        ({"evaluate.a.path": "['1',x,y,z]"}, "evaluate.a.path=1 x y z: 'y' is not a weight, but"),
+        (
+            {
+                "evaluate.a.kind": "choice",
+                "evaluate.a.path": "x",
+                "model.attention.causal": "false",
+            },
+            "evaluate.a.kind=choice scores each token from the tokens before it, and "
+            "model.attention.causal=false. Set kind to text, or remove the suite.",
+        ),
+        (
             {"evaluate.a.kind": "choice", "evaluate.a.path": "x", "evaluate.a.batch": "2"},
             "evaluate.a.batch=2 is the number of rows of a microbatch, and each choice is one. Set",
         ),
@@ -293,6 +308,19 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
 def test_wrong_suites_are_rejected(settings: dict[str, str], problem: str) -> None:
     problems = run_problems(tiny_run(settings), 1)
     assert len(problems) == 1 and problem in problems[0]
+
+
+def test_weights_apply_to_a_number_of_rows() -> None:
+    settings = {"evaluate.a.path": "['1',x,'2',y]", "evaluate.a.rows": "5"}
+    assert run_problems(tiny_run(settings), 1) == []
+
+
+def test_errors_of_data_name_the_suite(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^evaluate.code: data: no token store at .*/missing: "):
+        open_suite(tiny_run({"evaluate.code.path": f"{tmp_path}/missing"}), "code", TOKENIZER)
+    settings = {"evaluate.code.split": "test", "data.split": "9,1,0"}
+    with pytest.raises(ConfigError, match=r"^evaluate.code: data.split=9,1,0 assigns no data to "):
+        open_suite(tiny_run(settings), "code", TOKENIZER)
 
 
 def test_group_with_the_metrics_of_another_suite_is_rejected(tmp_path: Path) -> None:
