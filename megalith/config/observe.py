@@ -58,7 +58,7 @@ class DumpConfig:
     """Dump the weights after the update."""
 
     gradients: bool = False
-    """Dump the summed gradients before clipping."""
+    """Dump the summed gradients, before clipping and without the loss scale."""
 
     only: tuple[str, ...] = ()
     """Patterns of the parameters to dump, such as layers.0.*. Empty: all."""
@@ -147,7 +147,7 @@ class ObserveConfig:
     https://docs.pytorch.org/memory_viz) when a rank runs out of memory."""
 
     param_norm: bool = False
-    """Log the L2 norm of all parameters, from master weights, as `param_norm`."""
+    """Log the L2 norm of all trained parameters, from master weights, as `param_norm`."""
 
     energy: bool = False
     """Log joules per step and per token and mean power, of GPUs (NVML) or of CPUs (RAPL). Omitted

@@ -46,23 +46,22 @@ class _LevelFilter(logging.Filter):
 
 
 @contextmanager
-def log_to(path: Path, config: ObserveConfig, *, terminal: bool = True) -> Iterator[None]:
+def log_to(path: Path, config: ObserveConfig) -> Iterator[None]:
     """Append the package's log messages to `path` inside the context, from the levels of the
-    settings on; `terminal`: also write warnings to standard error, whatever the levels."""
+    settings on, and write warnings to standard error, whatever the levels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     levels = {_PACKAGE: config.log_level} | dict(parse_log_levels(config.log_levels))
     before = {name: logging.getLogger(name).level for name in levels}
-    file = logging.FileHandler(path, encoding="utf-8", delay=not terminal)
+    file = logging.FileHandler(path, encoding="utf-8")
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     file.setFormatter(JsonFormatter() if config.log_format == "json" else text)
     numbers = {name: logging.getLevelNamesMapping()[level] for name, level in levels.items()}
     file.addFilter(_LevelFilter(numbers))
-    handlers: list[logging.Handler] = [file]
-    if terminal:
-        handlers.append(logging.StreamHandler())
-        handlers[-1].setLevel(logging.WARNING)
+    terminal = logging.StreamHandler()
+    terminal.setLevel(logging.WARNING)
+    handlers: list[logging.Handler] = [file, terminal]
     for name, number in numbers.items():
-        logging.getLogger(name).setLevel(min(number, logging.WARNING) if terminal else number)
+        logging.getLogger(name).setLevel(min(number, logging.WARNING))
     for handler in handlers:
         logging.getLogger(_PACKAGE).addHandler(handler)
     try:

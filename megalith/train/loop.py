@@ -88,7 +88,13 @@ def run_training(
             for line in list_changed_settings(folder, run):
                 progress.print_line(f"changed since the run was started: {line}")
             remove_leftovers(folder.checkpoints)  # files that a killed run left incomplete
-        prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
+        try:
+            prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
+        except Exception as error:
+            if is_out_of_memory(error):
+                at = "while its weights and optimizer state were allocated or loaded"
+                raise out_of_memory_error(run, mesh, device, error, at=at) from error
+            raise
         return TrainLoop(prepared, progress, lock, callbacks).run()
 
 
@@ -99,7 +105,7 @@ def _open_log(folder: RunFolder, run: TrainRun, rank: int) -> AbstractContextMan
         return log_to(folder.log, run.observe)
     if not run.observe.log_ranks:
         return nullcontext()
-    return log_to(folder.rank_log(rank), run.observe, terminal=False)
+    return log_to(folder.rank_log(rank), run.observe)
 
 
 class TrainLoop:
@@ -160,7 +166,10 @@ class TrainLoop:
         except BaseException as error:
             self.callbacks.on_error(error)
             if is_out_of_memory(error):
-                raise out_of_memory_error(self.view, error) from error
+                at = f"in step {prepared.state.step + 1}"
+                raise out_of_memory_error(
+                    prepared.run, prepared.mesh, self.view.device, error, at=at
+                ) from error
             raise
         self.callbacks.notify("on_end", outcome)
         self.callbacks.raise_failures(prepared.mesh)

@@ -59,7 +59,7 @@ def test_warnings_reach_the_terminal_whatever_the_level_of_the_file(
 
 
 def test_json_lines_have_a_traceback(tmp_path: Path) -> None:
-    with log_to(tmp_path / "log.txt", ObserveConfig(log_format="json"), terminal=False):
+    with log_to(tmp_path / "log.txt", ObserveConfig(log_format="json")):
         try:
             raise ZeroDivisionError("planted")
         except ZeroDivisionError:

@@ -2,6 +2,7 @@
 rank."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.loop import run_training
+from megalith.train.loop import _open_log, run_training
 from megalith.train.run_folder import RunFolder
 from tests.observe.test_trackers import FakeWandb
 
@@ -96,6 +97,17 @@ def test_levels_and_files_of_log_messages(tmp_path: Path) -> None:
     assert {line["logger"] for line in lines} == {"megalith.train.callbacks.health"}
     assert {line["level"] for line in lines} == {"INFO"}
     assert (tmp_path / "logs" / "rank_00001.txt").read_text()
+
+
+def test_warnings_of_a_rank_with_a_file_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they do without a file, through Python's own handler."""
+    run, folder = tiny_run({"observe.log_ranks": "true"}), RunFolder(tmp_path)
+    with _open_log(folder, run, 1):
+        logging.getLogger("megalith.train").warning("short split")
+    assert capsys.readouterr().err == "short split\n"
+    assert "short split" in folder.rank_log(1).read_text()
 
 
 @pytest.mark.parametrize("text", ["megalith.train", "torch=INFO", "megalith=info", "=INFO"])

@@ -30,6 +30,7 @@ from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
+from megalith.train import loop
 from megalith.train.callbacks import memory, profile
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
@@ -184,6 +185,25 @@ def test_dump_contains_the_selected_parameters_after_the_update(tmp_path: Path) 
     with safe_open(tmp_path / "dumps" / "step_0000004" / "rank_00000.safetensors", "pt") as dump:
         assert [*dump.metadata()] == ["embed.weight/grad"]
         assert torch.equal(dump.get_tensor("embed.weight/grad"), weights.gradient)
+
+
+def test_dumped_gradients_are_without_the_loss_scale(tmp_path: Path) -> None:
+    class Gradients(Callback):
+        def on_start(self, run: RunView) -> None:
+            self.loss_scale = run.prepared.trainer.loss_scale
+
+        def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
+            (param,) = (each for each in local_params if each.shard.name == "embed.weight")
+            assert self.loss_scale is not None
+            self.unscaled = param.gradient / self.loss_scale.scale
+
+    gradients = Gradients()
+    settings = {"precision.params": "fp16", "precision.loss_scale.initial": "64"}
+    settings |= {"observe.dump.every": "1", "observe.dump.gradients": "true", "train.steps": "1"}
+    train(tmp_path, SHORT | settings | {"observe.dump.only": "embed.weight"}, gradients)
+    with safe_open(tmp_path / "dumps" / "step_0000001" / "rank_00000.safetensors", "pt") as dump:
+        assert torch.equal(dump.get_tensor("embed.weight/grad"), gradients.unscaled)
+    assert gradients.unscaled.any()
 
 
 def test_param_norm_is_that_of_one_process(tmp_path: Path) -> None:
@@ -402,6 +422,39 @@ def test_energy_of_a_machine_counts_once_until_a_counter_cannot_be_read(
     assert log.count("step 6: energy is not logged any more, because a counter could not") == 1
 
 
+def test_power_is_the_energy_over_the_time_that_it_was_measured_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device uses 2 W; every message to other ranks takes 10 s, every step 5 s."""
+    now = 0.0
+
+    def send(values: Any, group: Any) -> Any:
+        nonlocal now
+        now += 10.0
+        return values
+
+    run: Any = types.SimpleNamespace(
+        mesh=build_single_rank_mesh(), device=CPU, is_logged=lambda step: step % 2 == 0
+    )
+    monkeypatch.setattr(profile, "all_reduce_", send)
+    monkeypatch.setattr(profile, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(profile, "open_rapl_counter", lambda: lambda: 2.0 * now)
+    meter, rows = profile.EnergyMeter(), []
+    meter.on_start(run)
+    for step in range(1, 7):
+        now += 5.0
+        finished: Any = types.SimpleNamespace(
+            step=step, batches=types.SimpleNamespace(num_tokens=10)
+        )
+        meter.after_step(finished, row := {})
+        rows.append(row)
+        if step == 5:
+            meter.after_rollback(4)
+    assert [row["power_watts"] for row in rows if row] == [2.0, 2.0, 2.0]
+    # steps 3 and 4 with the message of step 2; step 6 alone, because step 5 was discarded
+    assert [row["energy_joules"] for row in rows if row] == [10.0, 20.0, 10.0]
+
+
 def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml: Any = types.ModuleType("pynvml")
     nvml.__spec__ = ModuleSpec("pynvml", None)
@@ -461,5 +514,23 @@ def test_lack_of_memory_names_the_categories_and_a_change(
     text = str(raised.value)
     assert text.startswith("rank 0 ran out of memory in step 4: ")
     assert "There is no estimate of its memory (RuntimeError('planted')). Use more ranks" in text
-    assert not is_out_of_memory(RuntimeError("another"))
+
+
+def test_lack_of_memory_for_the_optimizer_state_names_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*arguments: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(loop, "PreparedRun", allocate)
+    with pytest.raises(OutOfMemory, match="rank 0 ran out of memory while its weights and opti"):
+        train(tmp_path, SHORT)
+
+
+def test_errors_of_memory_are_recognized() -> None:
+    texts = "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"
+    assert all(is_out_of_memory(RuntimeError(text)) for text in texts)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("another"))
+    assert not is_out_of_memory(ValueError("out of memory"))

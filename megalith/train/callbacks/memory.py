@@ -4,7 +4,6 @@ runs out of it."""
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 
@@ -140,9 +139,11 @@ class MemoryHistory(Callback):
     def on_error(self, error: BaseException) -> None:
         """Write the history if the error is a lack of memory."""
         if is_out_of_memory(error):
-            path = history_path(self._run)
+            rank, step = self._run.mesh.world.rank, self._run.step + 1
+            path = self._run.folder.path / "memory" / f"rank_{rank}_step_{step}.pickle"
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
+            _log.error("the allocations of rank %d are in %s", rank, path)
         self._stop()
 
     def on_end(self, outcome: Outcome) -> None:
@@ -154,17 +155,15 @@ class MemoryHistory(Callback):
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def history_path(run: RunView) -> Path:
-    """Return the file of this rank's allocations in the current step."""
-    name = f"rank_{run.mesh.world.rank}_step_{run.step + 1}.pickle"
-    return run.folder.path / "memory" / name
+_TEXTS = "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+"""Texts of other errors about a lack of memory: of torch's CPU allocator, of the CUDA driver and
+NCCL, and of cuBLAS, which all are RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the device or the host has no memory left; torch's CPU allocator raises a
-    plain RuntimeError."""
+    """Return whether the device or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
     )
 
 
@@ -172,33 +171,27 @@ class OutOfMemory(UserError):
     """A rank ran out of memory; names the largest categories and the nearest change that fits."""
 
 
-def out_of_memory_error(run: RunView, error: BaseException) -> OutOfMemory:
+def out_of_memory_error(
+    run: TrainRun, mesh: Mesh, device: torch.device, error: BaseException, *, at: str
+) -> OutOfMemory:
     """Return the error for users: what the rank's memory holds by the estimate, and the nearest
-    change that fits."""
-    config, mesh = run.config, run.mesh
+    change that fits; `at`: when the rank ran out of memory."""
     try:
-        advice = _describe_estimate(run)
+        advice = _describe_estimate(run, mesh, device)
     except Exception as failure:  # the error to report is the lack of memory
         advice = f"There is no estimate of its memory ({failure!r}). Use more ranks."
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    history = f" Allocations: {history_path(run)}." if config.observe.memory_history else ""
-    return OutOfMemory(
-        f"rank {mesh.world.rank} ran out of memory in step {run.step + 1}: {reason:.300} "
-        f"{advice}{history}"
-    )
+    return OutOfMemory(f"rank {mesh.world.rank} ran out of memory {at}: {reason:.300} {advice}")
 
 
-def _describe_estimate(run: RunView) -> str:
+def _describe_estimate(run: TrainRun, mesh: Mesh, device: torch.device) -> str:
     """Return the estimated memory of this rank by category, and the nearest change that fits."""
-    config, mesh = run.config, run.mesh
-    memory = estimate_rank_memory(
-        config, mesh.world.size, pp_rank=mesh.pp.rank, tp_rank=mesh.tp.rank
-    )
-    limit = _device_limit(run.device, mesh)
+    memory = estimate_rank_memory(run, mesh.world.size, pp_rank=mesh.pp.rank, tp_rank=mesh.tp.rank)
+    limit = _device_limit(device, mesh)
     return (
         f"The estimate of its memory is {memory.total / GIB:.3f} GiB "
         f"({describe_categories(memory)}) of {(limit.memory or 0) / GIB:.3f}. "
-        f"{_describe_fix(config, mesh, limit)}"
+        f"{_describe_fix(run, mesh, limit)}"
     )
 
 

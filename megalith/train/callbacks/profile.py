@@ -325,15 +325,19 @@ class EnergyMeter(Callback):
             )
             return
         self._is_measured, self._counter = True, counter
-        self._reset()
+        self._reset(time.perf_counter(), self._read())
 
-    def _reset(self) -> None:
+    def _reset(self, since: float, before: float) -> None:
         self._num_steps = self._num_tokens = 0
-        self._since = time.perf_counter()
-        self._before = self._read()
+        self._since, self._before = since, before
 
     def _read(self) -> float:
         return 0.0 if self._counter is None else self._counter()
+
+    def after_rollback(self, step: int) -> None:
+        """Do not count discarded steps."""
+        if self._is_measured:
+            self._reset(time.perf_counter(), self._read())
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Add the energy since the last logged step, including callbacks and evaluations; stop on
@@ -345,6 +349,7 @@ class EnergyMeter(Callback):
         now = self._read()  # in every step, because CPU counters wrap around
         if not self._run.is_logged(finished.step):
             return
+        ended = time.perf_counter()  # the wait for other ranks belongs to the next interval
         used = torch.tensor([now - self._before], dtype=torch.float64)
         joules = all_reduce_(used.to(self._run.device), self._run.mesh.world).item()
         if math.isnan(joules):
@@ -357,13 +362,13 @@ class EnergyMeter(Callback):
         metrics |= {
             "energy_joules": round(joules / self._num_steps, 3),
             "energy_joules_per_token": joules / max(1, self._num_tokens),
-            "power_watts": round(joules / (time.perf_counter() - self._since), 3),
+            "power_watts": round(joules / (ended - self._since), 3),
         }
-        self._reset()
+        self._reset(ended, now)
 
 
 class ParamNorm(Callback):
-    """Measures the L2 norm of all parameters of logged steps (observe.param_norm)."""
+    """Measures the L2 norm of all trained parameters in logged steps (observe.param_norm)."""
 
     collective = True
 
@@ -402,9 +407,11 @@ class TensorDump(Callback):
         return step % self._config.every == 0
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
-        """Copy the gradients; a rerun replaces them."""
+        """Copy the gradients without the loss scale; a rerun replaces them."""
         if self._config.gradients and self._is_due(self._run.step + 1):
-            self._copy("grad", {param: param.gradient for param in self._select()})
+            loss_scale = self._run.prepared.trainer.loss_scale
+            scale = 1.0 if loss_scale is None else loss_scale.scale
+            self._copy("grad", {param: param.gradient for param in self._select()}, scale)
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Copy the weights, and write the file from a thread."""
@@ -426,10 +433,12 @@ class TensorDump(Callback):
             if any(fnmatchcase(param.shard.name, pattern) for pattern in only)
         ]
 
-    def _copy(self, role: str, tensors: Mapping[ShardedParam, Tensor]) -> None:
+    def _copy(self, role: str, tensors: Mapping[ShardedParam, Tensor], scale: float = 1.0) -> None:
+        """Copy tensors to the host, divided by `scale`."""
         for param, tensor in tensors.items():
             name = f"{param.shard.name}/{role}"
-            self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            copy = tensor.detach().to("cpu", copy=True).contiguous()
+            self._tensors[name] = copy if scale == 1.0 else copy.div_(scale)
             self._boxes[name] = f"box {param.shard.box} elements {param.shard.flat or 'all'}"
 
     def _write(self, step: int, tensors: dict[str, Tensor], boxes: dict[str, str]) -> None:
@@ -442,6 +451,7 @@ class TensorDump(Callback):
     def after_rollback(self, step: int) -> None:
         """Forget the gradients of a discarded step."""
         self._tensors.clear()
+        self._boxes.clear()
 
     def on_error(self, error: BaseException) -> None:
         """Wait for the last dump."""
