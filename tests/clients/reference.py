@@ -1,4 +1,4 @@
-"""Serves a tiny model, and generates and scores with the same model without a server.
+"""Serves a tiny model, and generates, scores and evaluates with the same model without a server.
 
 `python -m tests.clients.reference FOLDER` runs in the environment of megalith, not of the clients.
 It prints the URL of the server, then answers every line of JSON from standard input with one.
@@ -6,12 +6,20 @@ It prints the URL of the server, then answers every line of JSON from standard i
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalith.config.generation import SamplingParams
+from megalith.config.train import SuiteConfig
+from megalith.hf.release import release_run
 from megalith.infer.llm import LLM
-from tests.serve.servers import make_run, running_server
+from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.train.run_folder import RunFolder
+from megalith.train.suites import run_suite
+from tests.serve.servers import CONFIG, TOKENIZER, make_run, running_server
 
 
 def score(llm: LLM, context: str, continuation: str) -> float:
@@ -30,8 +38,18 @@ def chat(llm: LLM, messages: list[dict[str, str]], max_new_tokens: int) -> str:
     return llm.chat(messages, params, template_name="chatml").outputs[0].text
 
 
-def answer(llm: LLM, request: dict[str, Any]) -> float | str:
+def evaluate(folder: Path, questions: str) -> dict[str, float | None]:
+    """Return the accuracies of a suite of multiple-choice questions, a JSONL file."""
+    suite = SuiteConfig(kind="choice", path=(questions,))
+    run = replace(release_run("tiny", CONFIG, TOKENIZER, folder), evaluate={"quiz": suite})
+    mesh, device = build_single_rank_mesh(), torch.device("cpu")
+    return {**run_suite(run, RunFolder(folder), mesh, device, name="quiz").metrics("quiz")}
+
+
+def answer(llm: LLM, folder: Path, request: dict[str, Any]) -> Any:
     """Return the result of one line."""
+    if "questions" in request:
+        return evaluate(folder, request["questions"])
     if "messages" in request:
         return chat(llm, request["messages"], request["max_new_tokens"])
     return score(llm, request["context"], request["continuation"])
@@ -44,7 +62,7 @@ def main() -> None:
     with running_server(run, "--served-model-name", "tiny", "--template", "chatml") as server:
         print(server.url, flush=True)
         for line in sys.stdin:
-            print(json.dumps(answer(llm, json.loads(line))), flush=True)
+            print(json.dumps(answer(llm, run, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""lm-eval evaluates a served model: its log-likelihoods and its texts are those of the engine."""
+"""lm-eval evaluates a served model: its log-likelihoods and texts are those of the engine, and its
+accuracies those of an evaluation suite."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,21 @@ def test_log_likelihoods_equal_scoring_without_a_server(reference: Any, batch_si
         num_correct += scores.index(max(scores)) == sample["doc"]["answer"]
     assert len(result["samples"]) == 5
     assert result["metrics"]["acc,none"] == pytest.approx(num_correct / 5)
+
+
+def test_evaluation_suite_has_the_accuracies_of_lm_eval(reference: Any, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()]
+    (tmp_path / "quiz.jsonl").write_text(
+        "".join(
+            json.dumps({**row, "context": f"Question: {row['question']}\nAnswer:"}) + "\n"
+            for row in rows
+        )
+    )
+    accuracies = reference.ask(questions=str(tmp_path / "quiz.jsonl"))
+    metrics = evaluate("choice", "local-completions", f"{reference.url}/v1/completions")["metrics"]
+    assert 0 < metrics["acc,none"] < 1 and metrics["acc,none"] != metrics["acc_norm,none"]
+    for name in ("acc", "acc_norm"):
+        assert accuracies[f"quiz_{name}"] == pytest.approx(metrics[f"{name},none"])
 
 
 def test_generated_chat_messages_equal_generation_without_a_server(reference: Any) -> None:
