@@ -479,7 +479,8 @@ class _Builder:
             seq_len=self._samples.seq_len,
             num_samples=num_samples,
             seed=self._samples.seed,
-            keep_partial=name == "valid" and self._data.keep_partial_valid,
+            keep_partial=self._samples.keep_partial
+            or (name == "valid" and self._data.keep_partial_valid),
         )
         folder = self._data.cache_path or (None if self._data.mock else f"{prefix}/cache")
         build = partial(

@@ -197,6 +197,9 @@ class SampleSettings:
     """A sample is one document or conversation of at most `seq_len` tokens instead of a row of
     `seq_len` tokens."""
 
+    keep_partial: bool = False
+    """Keep the last, padded row of every split, for full passes in evaluation."""
+
     @classmethod
     def of_run(cls, run: TrainRun, *, eod: int | None) -> Self:
         """Return those of a run."""

@@ -1,4 +1,4 @@
-"""Evaluation suites of a run: sets of text, and multiple-choice questions scored as in lm-eval."""
+"""Evaluation suites: text datasets, and multiple-choice questions scored as in lm-eval."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ def _open_questions(run: TrainRun, name: str, tokenizer: Tokenizer) -> "ChoiceSu
 
 def _open_text(run: TrainRun, config: SuiteConfig, tokenizer: Tokenizer) -> "TextSuite":
     split = config.split or "valid"
-    data = replace(run.data, keep_partial_valid=True)
+    data = run.data
     if config.path:
         data = replace(
             data,
@@ -105,7 +105,7 @@ def _open_text(run: TrainRun, config: SuiteConfig, tokenizer: Tokenizer) -> "Tex
     counts[split] = config.rows
     splits = build_datasets(
         data,
-        SampleSettings.of_run(run, eod=tokenizer.eod),
+        replace(SampleSettings.of_run(run, eod=tokenizer.eod), keep_partial=True),
         train_samples=counts["train"],
         valid_samples=counts["valid"],
         test_samples=counts["test"],
@@ -168,7 +168,7 @@ def run_suite(
 
 
 class Question(NamedTuple):
-    """A context, the choices that may follow it, and the index of the right one."""
+    """A context, the choices that may follow it, and the index of the correct one."""
 
     context: str
     choices: tuple[str, ...]
@@ -230,8 +230,8 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceScores:
-    """Accuracies on multiple-choice questions, named as in lm-eval: the share of questions whose
-    right choice has the highest score."""
+    """Accuracies on multiple-choice questions, named as in lm-eval: the fraction of questions
+    whose correct choice has the highest score."""
 
     acc: float
     """Score: log-probability of the choice."""
@@ -274,26 +274,26 @@ def score_questions(
 
     Source: `multiple_choice` tasks of lm-eval 0.4.
     """
-    right = []
+    correct = []
     for question, choice_log_probs in zip(questions, log_probs, strict=True):
         scores = np.array(choice_log_probs)
         num_chars = np.array([len(choice) for choice in question.choices])
         num_bytes = np.array([len(choice.encode()) for choice in question.choices])
         best = [np.argmax(x) for x in (scores, scores / num_chars, scores / num_bytes)]
-        right.append([int(choice) == question.answer for choice in best])
+        correct.append([int(choice) == question.answer for choice in best])
     names = [question.group for question in questions]
     groups = {
-        name: _average([each for each, group in zip(right, names, strict=True) if group == name])
+        name: _average([each for each, group in zip(correct, names, strict=True) if group == name])
         for name in dict.fromkeys(names)
         if name
     }
-    return replace(_average(right), groups=groups)
+    return replace(_average(correct), groups=groups)
 
 
-def _average(right: Sequence[Sequence[bool]]) -> ChoiceScores:
+def _average(correct: Sequence[Sequence[bool]]) -> ChoiceScores:
     """Return the accuracies over questions, of which each has one value per kind of score."""
-    acc, acc_norm, acc_bytes = (sum(column) / len(right) for column in zip(*right, strict=True))
-    return ChoiceScores(acc, acc_norm, acc_bytes, len(right))
+    acc, acc_norm, acc_bytes = (sum(column) / len(correct) for column in zip(*correct, strict=True))
+    return ChoiceScores(acc, acc_norm, acc_bytes, len(correct))
 
 
 class EncodedChoice(NamedTuple):

@@ -1,4 +1,4 @@
-"""Evaluation suites: exact passes for any layout, and accuracies as lm-eval defines them."""
+"""Evaluation suites: full passes under any layout, and accuracies as lm-eval defines them."""
 
 import json
 import math
@@ -230,6 +230,16 @@ def test_one_pass_counts_every_label_once(tmp_path: Path) -> None:
         assert other == (pytest.approx(loss, rel=FP64.relative), num_labels)
     for other in run_ranks(_text_loss, 2, tiny_run(settings | {"parallel.dp": "2"})):
         assert other == (pytest.approx(loss, rel=FP64.relative), num_labels)
+
+
+def test_one_pass_reads_the_last_row_of_every_split(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store")
+    total = sum(5 + number + 1 for number in range(11))
+    settings = {"data.mock": "false", "data.path": str(store), "data.split": "1,1,1"}
+    num_labels = 0
+    for split in ("train", "valid", "test"):
+        num_labels += _text_loss(0, 1, tiny_run(settings | {"evaluate.code.split": split}))[1]
+    assert num_labels == total - 3  # the first token of each split has no label
 
 
 def test_suites_have_their_own_steps_and_metrics(tmp_path: Path) -> None:
