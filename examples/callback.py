@@ -1,4 +1,4 @@
-"""Two callbacks: `--callback examples.callback:LayerGradientNorms examples.callback:EarlyStop`."""
+"""Callbacks that log gradient norms and stop early: `--callback examples.callback:EarlyStop`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class LayerGradientNorms(Callback):
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
         """Sum the squares of each layer; reading them waits for the device."""
-        squares = dict[str, float]()
+        squares: dict[str, float] = {}
         for param in local_params if self.run.is_logged(self.run.step + 1) else ():
             layer = "_".join(param.shard.name.split(".")[:2])
             squares[layer] = squares.get(layer, 0.0) + float(param.gradient.square().sum())

@@ -139,8 +139,8 @@ class ObserveConfig:
     GPUs."""
 
     memory_every: Annotated[int | None, Ge(1)] = None
-    """Log measured and estimated memory of every position in the layout after steps 1 and 2 and
-    then at multiples of this step. Unset: never."""
+    """Log measured and estimated memory of every pipeline and tensor-parallel rank after steps 1
+    and 2 and then at multiples of this step. Unset: never."""
 
     memory_history: bool = False
     """Record allocations on the GPU, and write memory/rank_0_step_9.pickle (for

@@ -105,8 +105,7 @@ class LoopConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteConfig:
-    """Evaluation suite: a set of text, or of multiple-choice questions, that is evaluated in one
-    exact pass."""
+    """Evaluation suite: a text dataset or multiple-choice questions, evaluated in one full pass."""
 
     kind: Literal["text", "choice"] = "text"
     """text: loss and bits per byte of a corpus or of a split; choice: accuracy on multiple-choice

@@ -419,7 +419,7 @@ def test_energy_of_a_machine_counts_once_until_a_counter_cannot_be_read(
         if "energy_joules_per_token" in row
     ] == [(2, pytest.approx(1200e-6)), (4, pytest.approx(1200e-6))]
     log = (tmp_path / "log.txt").read_text()
-    assert log.count("step 6: energy is not logged any more, because a counter could not") == 1
+    assert log.count("step 6: energy is no longer logged, because a counter could not") == 1
 
 
 def test_power_is_the_energy_over_the_time_that_it_was_measured_in(
@@ -470,7 +470,7 @@ def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     counter = open_nvml_counter(CPU)
     assert counter is not None and counter() == 2.5
-    readings.clear()  # the driver does not answer any more
+    readings.clear()  # the driver has stopped
     assert math.isnan(counter())
     assert open_nvml_counter(CPU) is None  # the driver does not know the device
     monkeypatch.setattr(energy, "find_spec", lambda name: None)
@@ -491,10 +491,10 @@ def test_memory_is_logged_if_the_estimate_fails(
     assert "GiB used; there is no estimate (RuntimeError('planted'))" in log
 
 
-def test_lack_of_memory_names_the_categories_and_a_change(
+def test_out_of_memory_error_names_the_categories_and_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Hungry(Callback):
+    class HugeAllocation(Callback):
         collective = True
 
         def after_step(self, finished: Any, metrics: Any) -> None:
@@ -503,20 +503,20 @@ def test_lack_of_memory_names_the_categories_and_a_change(
 
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
     with pytest.raises(OutOfMemory) as raised:
-        train(tmp_path, SHORT, Hungry())
+        train(tmp_path, SHORT, HugeAllocation())
     text = str(raised.value)
     assert text.startswith("rank 0 ran out of memory in step 4: ")
     assert "The estimate of its memory is 0.00" in text and "weights 0.00" in text
     assert "Nearest change: --" in text
     monkeypatch.setattr(memory, "estimate_rank_memory", _fail_to_estimate)
     with pytest.raises(OutOfMemory) as raised:
-        train(tmp_path / "without", SHORT, Hungry())
+        train(tmp_path / "without", SHORT, HugeAllocation())
     text = str(raised.value)
     assert text.startswith("rank 0 ran out of memory in step 4: ")
     assert "There is no estimate of its memory (RuntimeError('planted')). Use more ranks" in text
 
 
-def test_lack_of_memory_for_the_optimizer_state_names_a_change(
+def test_out_of_memory_before_the_first_step_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def allocate(*arguments: object) -> None:

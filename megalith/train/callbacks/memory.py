@@ -1,5 +1,5 @@
-"""Memory of a run: measured beside estimated, the allocator's history, and what to do when a rank
-runs out of it."""
+"""Memory of a run: measured against estimated, the allocator's history, and the error of a rank
+that runs out of memory."""
 
 import logging
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ MAX_DIFFERENCE, MAX_CPU_DIFFERENCE = 0.10, 0.15
 warning is logged."""
 
 UNPLANNED_CPU_BYTES = 256 * 2**20
-"""Memory of a process that grows during a run and is in no estimate: compiled kernels, buffers of
-the data and of libraries (heuristic)."""
+"""Process memory that the estimate does not contain: compiled kernels, buffers of the data and of
+libraries (heuristic)."""
 
 MAX_HISTORY_ENTRIES = 100_000  # of the allocator; about 100 MiB
 
@@ -80,7 +80,7 @@ class MemoryReport(Callback):
 
 
 def describe_difference(used: int, estimate: RankMemory) -> str:
-    """Return the text about used and estimated bytes."""
+    """Return used and estimated memory, and their difference, as text."""
     return (
         f"{used / GIB:.3f} GiB used, {estimate.total / GIB:.3f} GiB estimated "
         f"({describe_categories(estimate)}), difference {(used - estimate.total) / GIB:+.3f} GiB"
@@ -112,7 +112,7 @@ def describe_categories(memory: RankMemory) -> str:
 
 
 def estimate_rank_memory(run: TrainRun, world: int, *, pp_rank: int, tp_rank: int) -> RankMemory:
-    """Return the memory ledger of a pipeline and a tensor-parallel rank, without the memory of
+    """Return the estimated memory of a pipeline and a tensor-parallel rank, without the memory of
     the device's libraries, which torch's allocator does not count."""
     return place_memory(plan_workload(run, world), pp_rank, tp_rank).memory
 
@@ -137,7 +137,7 @@ class MemoryHistory(Callback):
         torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
 
     def on_error(self, error: BaseException) -> None:
-        """Write the history if the error is a lack of memory."""
+        """Write the history if this rank has run out of memory."""
         if is_out_of_memory(error):
             rank, step = self._run.mesh.world.rank, self._run.step + 1
             path = self._run.folder.path / "memory" / f"rank_{rank}_step_{step}.pickle"
@@ -156,8 +156,8 @@ class MemoryHistory(Callback):
 
 
 _TEXTS = "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
-"""Texts of other errors about a lack of memory: of torch's CPU allocator, of the CUDA driver and
-NCCL, and of cuBLAS, which all are RuntimeErrors."""
+"""Texts of other out-of-memory errors: of torch's CPU allocator, of the CUDA driver and NCCL, and
+of cuBLAS, which all are RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -178,7 +178,7 @@ def out_of_memory_error(
     change that fits; `at`: when the rank ran out of memory."""
     try:
         advice = _describe_estimate(run, mesh, device)
-    except Exception as failure:  # the error to report is the lack of memory
+    except Exception as failure:  # the error to report is that of the allocation
         advice = f"There is no estimate of its memory ({failure!r}). Use more ranks."
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return OutOfMemory(f"rank {mesh.world.rank} ran out of memory {at}: {reason:.300} {advice}")

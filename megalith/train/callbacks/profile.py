@@ -64,7 +64,7 @@ class SectionMarker:
 
 
 class LayerRanges:
-    """NVTX ranges around the forward of every layer, by hooks that see all modules."""
+    """NVTX ranges around the forward of every layer, by global module hooks."""
 
     def __init__(self, chunks: nn.ModuleList) -> None:
         self._names = {
@@ -160,7 +160,7 @@ class Profiler(Callback):
             if self._profiler is not None:
                 self._wait_for_collectives()
                 self._profiler.step()
-        except BaseException:  # the list calls this callback no more
+        except BaseException:  # this callback is not called again
             self._stop_marking()
             raise
         if is_last:
@@ -205,7 +205,7 @@ class Profiler(Callback):
             torch.cuda.cudart().cudaProfilerStop()
 
     def _stop_marking(self) -> None:
-        """Mark neither sections nor layers any more."""
+        """Remove the section marker and the ranges of layers."""
         self._run.prepared.trainer.timers.marker = None
         if self._layers is not None:
             self._layers.stop()
@@ -254,7 +254,7 @@ class GarbageCollector(Callback):
     DEFAULT_INTERVAL = 100  # as Megatron's recommendation for thousands of ranks
 
     def on_start(self, run: RunView) -> None:
-        """Turn Python's own collection off, and exempt what exists now."""
+        """Disable automatic collection, and freeze the objects that exist now."""
         interval = run.config.train.gc_interval
         self._interval = self.DEFAULT_INTERVAL if interval is None else interval
         self._was_enabled = gc.isenabled()
@@ -263,24 +263,24 @@ class GarbageCollector(Callback):
         gc.disable()
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Collect, if it is due."""
+        """Collect every few steps."""
         if finished.step % self._interval == 0:
             gc.collect()
 
     def before_evaluate(self, step: int) -> None:
-        """Collect what training left."""
+        """Collect before an evaluation."""
         gc.collect()
 
     def after_evaluate(self, results: SuiteResults, metrics: StepMetrics) -> None:
-        """Collect what the evaluation left."""
+        """Collect after an evaluation."""
         gc.collect()
 
     def on_error(self, error: BaseException) -> None:
-        """Restore Python's own collection."""
+        """Restore automatic collection."""
         self._restore()
 
     def on_end(self, outcome: Outcome) -> None:
-        """Restore Python's own collection."""
+        """Restore automatic collection."""
         self._restore()
 
     def _restore(self) -> None:
@@ -341,7 +341,7 @@ class EnergyMeter(Callback):
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Add the energy since the last logged step, including callbacks and evaluations; stop on
-        all ranks if a counter cannot be read any more."""
+        all ranks if a counter cannot be read."""
         if not self._is_measured:
             return
         self._num_steps += 1
@@ -355,7 +355,7 @@ class EnergyMeter(Callback):
         if math.isnan(joules):
             self._is_measured = False
             self._run.log(
-                f"step {finished.step}: energy is not logged any more, because a counter could not "
+                f"step {finished.step}: energy is no longer logged, because a counter could not "
                 "be read"
             )
             return
@@ -373,7 +373,7 @@ class ParamNorm(Callback):
     collective = True
 
     def on_start(self, run: RunView) -> None:
-        """Find the parameters of which this rank has the first replica."""
+        """Select the parameters of which this rank has the first replica."""
         self._run = run
         coordinates = run.mesh.coordinates
         self._master_weights = [
