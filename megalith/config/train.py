@@ -113,7 +113,7 @@ class SuiteConfig:
 
     path: tuple[str, ...] = ()
     """text: prefixes of .bin/.idx files, as data.path; choice: one JSONL file with `context`,
-    `choices`, `answer` (its index), and optionally `shots` (texts of examples) and `group`."""
+    `choices`, `answer` (its index), and optionally `shots` (few-shot examples) and `group`."""
 
     split: Literal["train", "valid", "test"] | None = None
     """text: a split of the run's own data, in place of `path`."""
@@ -230,8 +230,8 @@ _METRIC_OF_RUN = re.compile(r"z|moe_.*|(.*_)?mtp_\d+")
 
 
 def is_suite_name(name: str) -> bool:
-    """Return whether metrics named NAME_loss, NAME_acc and so on are valid, and no others have
-    these names.
+    """Return whether a suite can have this name: metrics can be named NAME_loss, NAME_acc and so
+    on, and no others are.
 
     >>> [name for name in ("code", "a b", "eval", "z", "mtp_1") if is_suite_name(name)]
     ['code']
@@ -247,9 +247,9 @@ def suite_problems(run: TrainRun) -> list[str]:
         at = f"evaluate.{name}"
         if not is_suite_name(name):
             problems.append(
-                f"{at}: the name is part of metrics, and eval is the validation split; z, mtp_1 "
-                "and moe_... are in other metrics. Use letters, digits and underscores, for "
-                "example evaluate.code."
+                f"{at}: the name is a prefix of metrics, and eval is that of the validation split, "
+                "z, mtp_1 and moe_... those of other losses. Use letters, digits and underscores, "
+                "for example evaluate.code."
             )
         if suite.kind == "choice" and (len(suite.path) != 1 or suite.split is not None):
             problems.append(

@@ -138,7 +138,7 @@ class WandbTracker:
         self._run.summary["checkpoint"] = str(path)
 
     def finish(self, *, failed: bool) -> None:
-        """Send what is left and end the run."""
+        """Send the remaining rows and end the run."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -277,12 +277,16 @@ class TrackerThread:
             self._num_dropped += _drop_rows(self._waiting)
             self._change.notify()
 
-    def close(self, *, failed: bool, seconds: float) -> None:
-        """End the run in the tracker after the queued rows; waits at most `seconds`."""
+    def end(self, *, failed: bool) -> None:
+        """Request to end the run in the tracker after the queued rows."""
         with self._change:
             self._failed = failed
             self._change.notify()
-        self._thread.join(seconds)
+
+    def close(self, *, failed: bool, seconds: float) -> None:
+        """End the run in the tracker after the queued rows; waits at most `seconds`."""
+        self.end(failed=failed)
+        self._thread.join(max(0.0, seconds))
         num_unsent = sum(isinstance(m, Mapping) for m in (*self._unsent, *self._waiting))
         if num_lost := self._num_dropped + num_unsent:
             _log.warning(

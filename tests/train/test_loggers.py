@@ -4,6 +4,8 @@ rank."""
 import json
 import logging
 import sys
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ from megalith.config.train import TrainRun
 from megalith.errors import CheckpointError
 from megalith.observe import trackers
 from megalith.observe.metrics import read_metrics
+from megalith.observe.trackers import TrackerThread
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.train.callbacks.base import Outcome
+from megalith.train.callbacks.metrics import ExperimentTrackers
 from megalith.train.loop import _open_log, run_training
 from megalith.train.run_folder import RunFolder
-from tests.observe.test_trackers import FakeWandb
+from tests.observe.test_trackers import FakeTracker, FakeWandb
 
 CPU = torch.device("cpu")
 SHORT = {"train.steps": "2", "train.eval_steps": "0"}
@@ -42,6 +47,25 @@ def test_wandb_gets_the_rows_of_the_metrics_file(
     assert [(step, values["loss"]) for _, step, values in fake.rows] == [
         (row["step"], row["loss"]) for row in rows
     ]
+
+
+def test_trackers_end_at_the_same_time() -> None:
+    """The wait for the first one is not added to that for the second one."""
+    second_has_ended = threading.Event()
+
+    class First(FakeTracker):
+        def finish(self, *, failed: bool) -> None:
+            self.events.append(second_has_ended.wait(60))
+
+    class Second(FakeTracker):
+        def finish(self, *, failed: bool) -> None:
+            second_has_ended.set()
+
+    first, callback = First(), ExperimentTrackers()
+    callback._run = types.SimpleNamespace(config=tiny_run({"observe.flush_seconds": "60"}))  # type: ignore[assignment]
+    callback._threads = [TrackerThread(tracker, step=0) for tracker in (first, Second())]
+    callback.on_end(Outcome("done", 1))
+    assert first.events == [("start", 0), True]
 
 
 def test_tracker_without_package_ends_the_run(

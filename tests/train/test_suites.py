@@ -290,10 +290,13 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
         ({"evaluate.a.every": "2"}, "evaluate.a needs exactly one source. Set evaluate.a.path"),
         ({"evaluate.a.path": "x", "evaluate.a.split": "test"}, "evaluate.a needs exactly one sou"),
         ({"evaluate.a.kind": "choice"}, "evaluate.a.kind=choice reads the questions of one JSONL"),
-        ({"evaluate.eval.split": "test"}, "evaluate.eval: the name is part of metrics, and eval"),
-        ({"evaluate.a b.split": "test"}, "evaluate.a b: the name is part of metrics"),
-        ({"evaluate.z.split": "test"}, "evaluate.z: the name is part of metrics"),
-        ({"evaluate.a_mtp_1.split": "test"}, "z, mtp_1 and moe_... are in other metrics. Use lett"),
+        (
+            {"evaluate.eval.split": "test"},
+            "evaluate.eval: the name is a prefix of metrics, and eva",
+        ),
+        ({"evaluate.a b.split": "test"}, "evaluate.a b: the name is a prefix of metrics"),
+        ({"evaluate.z.split": "test"}, "evaluate.z: the name is a prefix of metrics"),
+        ({"evaluate.a_mtp_1.split": "test"}, "z, mtp_1 and moe_... those of other losses. Use l"),
         (
             {"evaluate.a.path": "['1',x,'2',y]"},
             "evaluate.a.path=1 x 2 y has weights, and a pass over all rows reads each once. Remove "

@@ -2,6 +2,7 @@
 progress, plots."""
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -358,7 +359,10 @@ class ExperimentTrackers(Callback):
 
     def _close(self, *, failed: bool) -> None:
         for thread in self._threads:
-            thread.close(failed=failed, seconds=self._run.config.observe.flush_seconds)
+            thread.end(failed=failed)
+        deadline = time.monotonic() + self._run.config.observe.flush_seconds  # of all together
+        for thread in self._threads:
+            thread.close(failed=failed, seconds=deadline - time.monotonic())
 
 
 class ProgressReporter(Callback):
