@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
+from urllib.parse import urlsplit
 
 from megalith.config.fields import Example, Ge, Gt, Le
 from megalith.errors import did_you_mean
@@ -40,7 +41,9 @@ class MlflowConfig:
     """MLflow: the metrics and settings of the run, sent by rank 0."""
 
     tracking_uri: str
-    """Address of the tracking server, such as http://localhost:5000."""
+    """Address of the tracking server, such as http://localhost:5000, or of a folder, such as
+    file:///data/mlruns. Credentials are read from MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD, or from MLFLOW_TRACKING_TOKEN."""
 
     experiment: str = "megalith"
     """Experiment of the run; created if it does not exist."""
@@ -197,7 +200,56 @@ def observe_problems(config: ObserveConfig) -> list[str]:
             f"observe.dump.every={dump.every}: nothing is dumped. Set observe.dump.weights=true or "
             "observe.dump.gradients=true."
         )
+    return problems + _tracker_problems(config)
+
+
+_MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "databricks")
+
+
+def _tracker_problems(config: ObserveConfig) -> list[str]:
+    problems = []
+    if config.wandb is not None and not config.wandb.project.strip():
+        problems.append(
+            f"observe.wandb.project={config.wandb.project!r}: W&B stores each run in a project. "
+            "Use a name such as megalith, or set observe.wandb=none."
+        )
+    if config.mlflow is not None and not config.mlflow.experiment.strip():
+        problems.append(
+            f"observe.mlflow.experiment={config.mlflow.experiment!r}: MLflow stores each run in an "
+            "experiment. Use a name such as megalith."
+        )
+    if config.mlflow is not None and (problem := _uri_problem(config.mlflow.tracking_uri)):
+        problems.append(problem)
     return problems
+
+
+def _uri_problem(uri: str) -> str | None:
+    """Return what is wrong with a tracking URI; the text never contains its credentials."""
+    if "@" in uri and not uri.startswith(("file:", "sqlite:")):
+        return (
+            f"observe.mlflow.tracking_uri=***@{uri.rpartition('@')[2]}: credentials in the address "
+            "would be written to config.yaml and sent to the trackers. Remove everything before "
+            "the host, and set the environment variables MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD."
+        )
+    if _is_mlflow_uri(uri):
+        return None
+    return (
+        f"observe.mlflow.tracking_uri={uri}: expected an address with a scheme of "
+        f"{', '.join(_MLFLOW_SCHEMES)}. Use for example http://localhost:5000, or a folder such as "
+        "file:///data/mlruns."
+    )
+
+
+def _is_mlflow_uri(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or an incomplete IPv6 address
+        return False
+    if parts.scheme in ("http", "https"):
+        return has_host
+    return uri == "databricks" or parts.scheme in _MLFLOW_SCHEMES
 
 
 def profile_problems(config: ProfileConfig, *, steps: int, world: int) -> list[str]:

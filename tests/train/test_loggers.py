@@ -135,6 +135,46 @@ def test_warnings_of_a_rank_with_a_file_reach_the_terminal(
 
 
 @pytest.mark.parametrize("text", ["megalith.train", "torch=INFO", "megalith=info", "=INFO"])
-def test_wrong_log_levels_are_rejected(text: str) -> None:
+def test_invalid_log_levels_are_rejected(text: str) -> None:
     (problem,) = run_problems(tiny_run({"observe.log_levels": text}), 1)
     assert problem.startswith(f"observe.log_levels={text}: expected NAME=LEVEL")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"observe.wandb.project": " "}, "observe.wandb.project=' ': W&B stores each run in a pro"),
+        (
+            {"observe.mlflow.tracking_uri": "http://x", "observe.mlflow.experiment": ""},
+            "observe.mlflow.experiment='': MLflow stores each run in an experiment. Use a name",
+        ),
+        *(
+            (
+                {"observe.mlflow.tracking_uri": uri},
+                f"observe.mlflow.tracking_uri={uri}: expected an address with a scheme of http, ",
+            )
+            for uri in ("", "localhost:5000", "http://", "ftp://x", "http://x:port", "http://[::1")
+        ),
+    ],
+)
+def test_invalid_settings_of_trackers_are_rejected(settings: dict[str, str], message: str) -> None:
+    (problem,) = run_problems(tiny_run(settings), 1)
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "uri", ["https://host/mlflow", "file:///data/a@b", "sqlite:///m.db", "databricks"]
+)
+def test_addresses_of_mlflow_are_accepted(uri: str) -> None:
+    assert not run_problems(tiny_run({"observe.mlflow.tracking_uri": uri}), 1)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["http://user:secret@host:5000", "user:secret@host:5000", "http://user:sec@ret@host:5000"],
+)
+def test_credentials_in_a_tracking_uri_are_rejected_and_not_printed(uri: str) -> None:
+    (problem,) = run_problems(tiny_run({"observe.mlflow.tracking_uri": uri}), 1)
+    assert problem.startswith("observe.mlflow.tracking_uri=***@host:5000: credentials in the add")
+    assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in problem
+    assert "sec" not in problem
