@@ -4,6 +4,7 @@ for a network."""
 import json
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalith import storage
-from megalith.config.observe import MlflowConfig, WandbConfig
+from megalith.config.observe import MlflowConfig, ObserveConfig, WandbConfig
 from megalith.config.tree import flatten, to_dict
 from megalith.errors import ConfigError
 from megalith.observe.metrics import Row
@@ -79,17 +80,29 @@ class WandbTracker:
     setting = "observe.wandb"
     advice = "Log in with `wandb login`, or set observe.wandb.mode=offline"
 
-    def __init__(self, config: WandbConfig, settings: object, ids: RunIds, folder: Path) -> None:
-        """`settings`: config of the training run, which is uploaded; `folder`: the run folder.
+    def __init__(
+        self,
+        config: WandbConfig,
+        settings: object,
+        ids: RunIds,
+        folder: Path,
+        *,
+        flush_seconds: float = 30.0,
+    ) -> None:
+        """`settings`: config of the training run, which is uploaded; `folder`: the run folder;
+        `flush_seconds`: longest wait of W&B at the end, also that of its exit handler.
 
         Raises:
             ConfigError: the package is not installed.
         """
         require_package(self.setting, "wandb", "wandb")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the vendor, not to the project
         import wandb
 
         self._wandb: Any = wandb  # Any: the optional package
-        self._config, self._settings, self._ids, self._folder = config, settings, ids, folder
+        self._config, self._settings = config, settings
+        self._ids, self._folder = ids, folder
+        self._flush_seconds = flush_seconds
         self._run: Any = None  # Any: a run of the optional package
 
     def start(self, step: int) -> None:
@@ -99,7 +112,7 @@ class WandbTracker:
         run, whose config names the old one as `resumed_from`.
         """
         if self._config.mode == "online" and not self._wandb.login(prompt=False):
-            raise ConfigError("there is no login")
+            raise ConfigError("not logged in")
         before = self._ids.read(self.setting)
         if before is None or self._config.mode == "offline":
             self._run = self._init(resumed_from=before)  # offline runs cannot be continued
@@ -124,7 +137,15 @@ class WandbTracker:
             mode=config.mode,
             dir=str(self._folder),
             config=settings | ({} if resumed_from is None else {"resumed_from": resumed_from}),
-            settings=self._wandb.Settings(console="off", silent=True),
+            settings=self._wandb.Settings(
+                console="off",
+                silent=True,
+                finish_timeout=max(self._flush_seconds, 0.001),  # 0: no limit
+                x_disable_meta=True,  # command line, host, user
+                x_save_requirements=False,
+                disable_git=True,
+                disable_code=True,
+            ),
             **options,
         )
 
@@ -146,7 +167,7 @@ class MlflowTracker:
     """Run of MLflow."""
 
     setting = "observe.mlflow"
-    advice = "Correct observe.mlflow.tracking_uri, and the credentials of the server"
+    advice = "Check observe.mlflow.tracking_uri, and the credentials of the server"
 
     MAX_METRICS, MAX_PARAMS, MAX_CHARACTERS = 1000, 100, 500
     """Limits of one request; the last one is that of older servers for a parameter."""
@@ -158,17 +179,20 @@ class MlflowTracker:
             ConfigError: the package is not installed.
         """
         require_package(self.setting, "mlflow", "mlflow-skinny")
-        from mlflow import MlflowClient, entities
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # sent when it is imported
+        import mlflow
 
-        self._entities: Any = entities  # Any: the optional package
-        self._client: Any = MlflowClient(tracking_uri=config.tracking_uri)
-        self._config, self._settings, self._ids = config, settings, ids
-        self._id = ""
+        self._mlflow: Any = mlflow  # Any: the optional package
+        self._client: Any = None  # Any: as above
+        self._config, self._settings = config, settings
+        self._ids, self._id = ids, ""
 
     def start(self, step: int) -> None:
         """Create a run in the experiment, or continue that of the run folder; MLflow keeps the
         metrics of steps that are repeated. A failure to send the parameters is only logged, since
         another attempt continues the run."""
+        if self._client is None:
+            self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
         before = self._id or self._ids.read(self.setting)
         if before is not None:
             self._client.update_run(before, status="RUNNING")
@@ -187,7 +211,7 @@ class MlflowTracker:
 
     def _send_params(self, settings: Mapping[str, object]) -> None:
         params = [
-            self._entities.Param(key, str(value)[: self.MAX_CHARACTERS])
+            self._mlflow.entities.Param(_clean_name(key), str(value)[: self.MAX_CHARACTERS])
             for key, value in settings.items()
         ]
         for first in range(0, len(params), self.MAX_PARAMS):
@@ -197,7 +221,7 @@ class MlflowTracker:
         """Send the numbers of rows in as few requests as the server permits."""
         now = int(time.time() * 1000)
         metrics = [
-            self._entities.Metric(_clean_name(name), float(value), now, row["step"])
+            self._mlflow.entities.Metric(_clean_name(name), float(value), now, row["step"])
             for row in rows
             for name, value in _select_scalars(row).items()
         ]
@@ -362,19 +386,17 @@ def _drop_rows(messages: deque[Message]) -> int:
     num_dropped = 0
     while len(messages) > MAX_WAITING_ROWS:
         # the first message may be the step to start at
-        oldest = next(i for i, message in enumerate(messages) if isinstance(message, Mapping))
+        rows = (i for i, message in enumerate(messages) if isinstance(message, Mapping))
+        oldest = next(rows, None)
+        if oldest is None:
+            break
         del messages[oldest]
         num_dropped += 1
     return num_dropped
 
 
 def build_trackers(
-    wandb: WandbConfig | None,
-    mlflow: MlflowConfig | None,
-    settings: object,
-    folder: Path,
-    *,
-    is_resumed: bool,
+    config: ObserveConfig, settings: object, folder: Path, *, is_resumed: bool
 ) -> list[Tracker]:
     """Return the trackers of a run; `settings`: its config, `folder`: its folder.
 
@@ -383,8 +405,9 @@ def build_trackers(
     """
     ids = RunIds(folder / "trackers.json", is_resumed=is_resumed)
     trackers: list[Tracker] = []
-    if wandb is not None:
-        trackers.append(WandbTracker(wandb, settings, ids, folder))
-    if mlflow is not None:
-        trackers.append(MlflowTracker(mlflow, settings, ids))
+    if config.wandb is not None:
+        seconds = config.flush_seconds
+        trackers.append(WandbTracker(config.wandb, settings, ids, folder, flush_seconds=seconds))
+    if config.mlflow is not None:
+        trackers.append(MlflowTracker(config.mlflow, settings, ids))
     return trackers

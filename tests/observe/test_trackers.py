@@ -3,10 +3,12 @@ reached stops no run."""
 
 import json
 import logging
+import os
 import sys
 import threading
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megalith.config.observe import MlflowConfig, WandbConfig
+from megalith.config.observe import MlflowConfig, ObserveConfig, WandbConfig
 from megalith.errors import ConfigError
 from megalith.observe import trackers
 from megalith.observe.metrics import Row
@@ -225,7 +227,7 @@ def test_missing_wandb_login_is_reported(
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(api_key=None))
     with caplog.at_level(logging.WARNING):
         write_steps(tmp_path, range(1, 3), is_resumed=False)
-    assert caplog.messages[0].startswith("observe.wandb: cannot be reached (there is no login).")
+    assert caplog.messages[0].startswith("observe.wandb: cannot be reached (not logged in).")
     assert "Log in with `wandb login`, or set observe.wandb.mode=offline." in caplog.messages[0]
     assert "2 rows of metrics were not sent" in caplog.messages[1]
     caplog.clear()
@@ -311,12 +313,14 @@ def test_mlflow_gets_parameters_and_metrics_in_batches(
     config = MlflowConfig(tracking_uri="http://localhost:5000")
     for is_resumed, steps in ((False, (1, 2)), (True, (3, 4))):
         ids = RunIds(tmp_path / "trackers.json", is_resumed=is_resumed)
-        thread = TrackerThread(MlflowTracker(config, tiny_run(), ids), step=steps[0] - 1)
+        run = replace(tiny_run(), callbacks={"a*b": {"field": 1}})
+        thread = TrackerThread(MlflowTracker(config, run, ids), step=steps[0] - 1)
         for step in steps:
             thread.put({"step": step, "loss": 0.5, "lr_a*b": 1})
         thread.put(Path("step_0000002"))
         thread.close(failed=is_resumed, seconds=60)
     params = dict(pair for _, _, batch in batches for pair in batch)
+    assert params["callbacks.a_b.field"] == "1"
     assert params["train.global_batch_size"] == "12"
     assert max(len(batch) for _, _, batch in batches) == 100
     metrics = [batch for _, batch, _ in batches if batch]
@@ -347,5 +351,60 @@ def test_missing_package_is_rejected(
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     wandb = WandbConfig(project="p") if module == "wandb" else None
     mlflow = MlflowConfig(tracking_uri="http://x") if module == "mlflow" else None
+    config = ObserveConfig(wandb=wandb, mlflow=mlflow)
     with pytest.raises(ConfigError, match=f"{setting} is set and needs the package {package}. Run"):
-        build_trackers(wandb, mlflow, tiny_run(), tmp_path, is_resumed=False)
+        build_trackers(config, tiny_run(), tmp_path, is_resumed=False)
+
+
+def test_address_that_mlflow_does_not_support_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_mlflow(monkeypatch, MagicMock(side_effect=RuntimeError("no store of this scheme")))
+    config = ObserveConfig(mlflow=MlflowConfig(tracking_uri="databricks"))
+    (tracker,) = build_trackers(config, tiny_run(), tmp_path, is_resumed=False)
+    thread = TrackerThread(tracker, step=0)
+    thread.put({"step": 1, "loss": 0.5})
+    with caplog.at_level(logging.WARNING):
+        thread.close(failed=False, seconds=60)
+    text = "observe.mlflow: cannot be reached (no store of this scheme)."
+    assert caplog.messages[0].startswith(text)
+    assert caplog.messages[0].endswith(
+        "Check observe.mlflow.tracking_uri, and the credentials of the server."
+    )
+    assert caplog.messages[1].startswith("observe.mlflow: 1 rows of metrics were not sent")
+
+
+@pytest.mark.parametrize("flush_seconds", [30.0, 0.0])
+def test_wandb_ends_in_time_and_uploads_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush_seconds: float
+) -> None:
+    """W&B's exit handler has the same limit, for which 0 would mean none."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = ObserveConfig(wandb=WandbConfig(project="p"), flush_seconds=flush_seconds)
+    (tracker,) = build_trackers(config, tiny_run(), tmp_path, is_resumed=False)
+    tracker.start(0)
+    settings = fake.inits[0]["settings"]
+    assert 0 < settings["finish_timeout"] <= max(flush_seconds, 0.1)
+    assert settings["disable_git"] and settings["disable_code"] and settings["x_disable_meta"]
+    assert settings["x_save_requirements"] is False
+
+
+@pytest.mark.parametrize("given", [None, "by the user"])
+def test_vendors_get_no_reports_unless_the_user_enables_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    expected = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    for name in expected:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    install_mlflow(monkeypatch, MagicMock())
+    config = ObserveConfig(
+        wandb=WandbConfig(project="p"), mlflow=MlflowConfig(tracking_uri="http://x")
+    )
+    build_trackers(config, tiny_run(), tmp_path, is_resumed=False)
+    assert {name: os.environ[name] for name in expected} == {
+        name: given or value for name, value in expected.items()
+    }

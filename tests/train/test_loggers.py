@@ -178,3 +178,17 @@ def test_credentials_in_a_tracking_uri_are_rejected_and_not_printed(uri: str) ->
     assert problem.startswith("observe.mlflow.tracking_uri=***@host:5000: credentials in the add")
     assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in problem
     assert "sec" not in problem
+
+
+def test_error_of_the_trackers_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: TrackerThread, message: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(TrackerThread, "put", fail)
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    train(tmp_path, SHORT | {"observe.wandb.project": "p"})
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 2
+    log = (tmp_path / "log.txt").read_text()
+    assert "callback ExperimentTrackers failed in on_log at step 1: RuntimeError('planted')" in log

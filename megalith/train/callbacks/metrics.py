@@ -306,11 +306,13 @@ class MetricsWriter(Callback):
 
 
 class ExperimentTrackers(Callback):
-    """Sends rows of metrics to W&B and MLflow, on rank 0 (observe.wandb, observe.mlflow)."""
+    """Sends rows of metrics to W&B and MLflow, on rank 0 (observe.wandb, observe.mlflow).
 
-    collective = True
+    Only `on_start` is collective: a later error ends the trackers, not the run.
+    """
 
     def __init__(self) -> None:
+        self.collective = True
         self._threads: list[TrackerThread] = []
 
     def on_start(self, run: RunView) -> None:
@@ -321,12 +323,12 @@ class ExperimentTrackers(Callback):
         """
         self._run = run
         raise_on_all_ranks(lambda: self._open() if run.is_writer else None, run.mesh.world)
+        self.collective = False
 
     def _open(self) -> None:
         config, prepared = self._run.config, self._run.prepared
         trackers = build_trackers(
-            config.observe.wandb,
-            config.observe.mlflow,
+            config.observe,
             config,
             self._run.folder.path,
             is_resumed=prepared.is_resumed,
