@@ -54,8 +54,8 @@ class Tracker(Protocol):
 
 
 class RunIds:
-    """Ids of the run in each tracker, stored in the run folder so that a resumed run continues
-    them."""
+    """Ids of the run, stored in the run folder so that a resumed run continues them. A key names
+    the tracker, the address or mode, and the project, because another one does not have the run."""
 
     def __init__(self, path: Path, *, is_resumed: bool) -> None:
         """A run that starts from the beginning gets new ids."""
@@ -63,15 +63,15 @@ class RunIds:
         if not is_resumed:
             storage.remove_file(path)
 
-    def read(self, setting: str) -> str | None:
+    def read(self, key: str) -> str | None:
         """Return the id in a tracker; None if it has none."""
         ids = json.loads(self._path.read_bytes()) if self._path.exists() else {}
-        return str(ids[setting]) if setting in ids else None
+        return str(ids[key]) if key in ids else None
 
-    def write(self, setting: str, run_id: str) -> None:
+    def write(self, key: str, run_id: str) -> None:
         """Store the id in a tracker."""
         ids = json.loads(self._path.read_bytes()) if self._path.exists() else {}
-        storage.replace_file(self._path, json.dumps(ids | {setting: run_id}).encode())
+        storage.replace_file(self._path, json.dumps(ids | {key: run_id}).encode())
 
 
 class WandbTracker:
@@ -103,6 +103,7 @@ class WandbTracker:
         self._config, self._settings = config, settings
         self._ids, self._folder = ids, folder
         self._flush_seconds = flush_seconds
+        self._key = f"{self.setting} {config.mode} {config.entity or ''}/{config.project}"
         self._run: Any = None  # Any: a run of the optional package
 
     def start(self, step: int) -> None:
@@ -113,7 +114,7 @@ class WandbTracker:
         """
         if self._config.mode == "online" and not self._wandb.login(prompt=False):
             raise ConfigError("not logged in")
-        before = self._ids.read(self.setting)
+        before = self._ids.read(self._key)
         if before is None or self._config.mode == "offline":
             self._run = self._init(resumed_from=before)  # offline runs cannot be continued
         else:
@@ -124,7 +125,7 @@ class WandbTracker:
                     self._run = self._init(resume_from=f"{before}?_step={step}")
                 except self._wandb.Error:
                     self._run = self._init(resumed_from=before)
-        self._ids.write(self.setting, self._run.id)
+        self._ids.write(self._key, self._run.id)
 
     def _init(self, *, resumed_from: str | None = None, **options: str) -> Any:  # Any: as above
         config, settings = self._config, to_dict(self._settings)
@@ -186,6 +187,7 @@ class MlflowTracker:
         self._client: Any = None  # Any: as above
         self._config, self._settings = config, settings
         self._ids, self._id = ids, ""
+        self._key = f"{self.setting} {config.tracking_uri} {config.experiment}"
 
     def start(self, step: int) -> None:
         """Create a run in the experiment, or continue that of the run folder; MLflow keeps the
@@ -193,7 +195,7 @@ class MlflowTracker:
         another attempt continues the run."""
         if self._client is None:
             self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
-        before = self._id or self._ids.read(self.setting)
+        before = self._id or self._ids.read(self._key)
         if before is not None:
             self._client.update_run(before, status="RUNNING")
             self._id = before
@@ -203,7 +205,7 @@ class MlflowTracker:
         number = client.create_experiment(name) if experiment is None else experiment.experiment_id
         settings = flatten(self._settings)
         self._id = client.create_run(number, run_name=str(settings["name"])).info.run_id
-        self._ids.write(self.setting, self._id)
+        self._ids.write(self._key, self._id)
         try:
             self._send_params(settings)
         except Exception as error:  # of another package

@@ -188,7 +188,9 @@ def test_wandb_gets_the_settings_and_finite_numbers(
         str(tmp_path),
     )
     assert options["config"]["train"]["steps"] == 8
-    assert json.loads((tmp_path / "trackers.json").read_text()) == {"observe.wandb": "run1"}
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {
+        "observe.wandb online /p": "run1"
+    }
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,9 @@ def test_failed_request_does_not_create_another_mlflow_run(
     assert caplog.messages == [
         "observe.mlflow: the parameters of the run were not sent (too large)."
     ]
-    assert json.loads((tmp_path / "trackers.json").read_text()) == {"observe.mlflow": "r1"}
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {
+        "observe.mlflow http://localhost:5000 megalith": "r1"
+    }
 
 
 def test_mlflow_gets_parameters_and_metrics_in_batches(
@@ -408,3 +412,15 @@ def test_vendors_get_no_reports_unless_the_user_enables_them(
     assert {name: os.environ[name] for name in expected} == {
         name: given or value for name, value in expected.items()
     }
+
+
+def test_run_that_is_resumed_with_another_entity_or_mode_gets_a_new_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write_steps(tmp_path, range(1, 3), is_resumed=False, mode="offline")
+    write_steps(tmp_path, range(3, 5), is_resumed=True)
+    write_steps(tmp_path, range(5, 7), is_resumed=True, entity="team")
+    assert [run for run, _, _ in fake.rows] == ["run1", "run1", "run2", "run2", "run3", "run3"]
+    assert all("id" not in options for options in fake.inits)
