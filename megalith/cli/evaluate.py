@@ -52,8 +52,9 @@ def main(argv: list[str]) -> int:
         )
     if command.suite is not None and (command.split or command.samples):
         raise ConfigError(
-            f"--suite={command.suite} has its own rows: --split and --samples do not apply. Remove "
-            f"them, or set --evaluate.{command.suite}.split or --evaluate.{command.suite}.rows."
+            f"--suite={command.suite} has its own samples: --split and --samples do not apply. "
+            f"Remove them, or set --evaluate.{command.suite}.split or "
+            f"--evaluate.{command.suite}.num_samples."
         )
     from megalith.recipes import resolve_run
 

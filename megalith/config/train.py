@@ -124,11 +124,11 @@ class SuiteConfig:
     start: Annotated[int, Ge(0)] = 0
     """First step after which the suite is evaluated."""
 
-    rows: Annotated[int | None, Ge(1)] = None
-    """Number of rows, or of questions, that are read. Unset: all, once."""
+    num_samples: Annotated[int | None, Ge(1)] = None
+    """Number of samples, or of questions, that are read. Unset: all, once."""
 
-    batch: Annotated[int | None, Ge(1)] = None
-    """text: rows per microbatch. Unset: train.micro_batch_size."""
+    micro_batch_size: Annotated[int | None, Ge(1)] = None
+    """Samples, or choices, per microbatch. Unset: train.micro_batch_size."""
 
 
 CALLBACK_GROUP = "megalith.callbacks"
@@ -268,11 +268,16 @@ def suite_problems(run: TrainRun) -> list[str]:
                 f"{at}.kind=choice scores each token from the tokens before it, and "
                 "model.attention.causal=false. Set kind to text, or remove the suite."
             )
-        if suite.batch is not None and (suite.kind == "choice" or run.train.tokens_per_microbatch):
+        if (
+            suite.kind == "text"
+            and suite.micro_batch_size is not None
+            and run.train.tokens_per_microbatch is not None
+        ):
             problems.append(
-                f"{at}.batch={suite.batch} is the number of rows of a microbatch, and "
-                f"{'each choice is one' if suite.kind == 'choice' else 'documents are packed'}. "
-                f"Set {at}.batch to none."
+                f"{at}.micro_batch_size={suite.micro_batch_size} is the number of samples of a "
+                "microbatch, and train.tokens_per_microbatch="
+                f"{run.train.tokens_per_microbatch} packs documents. Set {at}.micro_batch_size to "
+                "none."
             )
     return problems
 
@@ -283,9 +288,9 @@ def _blend_problems(at: str, suite: SuiteConfig) -> list[str]:
         blend = parse_blend(f"{at}.path", suite.path)
     except ConfigError as error:
         return [str(error)]
-    if blend.weights is None or len(blend.prefixes) == 1 or suite.rows is not None:
+    if blend.weights is None or len(blend.prefixes) == 1 or suite.num_samples is not None:
         return []
     return [
         f"{at}.path={' '.join(suite.path)} has weights, and a pass over all rows reads each once. "
-        f"Remove the weights, or set {at}.rows."
+        f"Remove the weights, or set {at}.num_samples."
     ]

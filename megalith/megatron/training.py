@@ -100,11 +100,11 @@ def _translate_suites(draft: Draft, interval: int | None, steps: int) -> None:
     full, several, start, micro_batch, global_batch = _SUITES
     suite: dict[str, Plain] = {"every": interval or 0, "start": arguments.value(start) or 0}
     if not arguments.value(full):
-        suite["rows"] = steps * (
+        suite["num_samples"] = steps * (
             arguments.value(global_batch) or _read_count(draft, _GLOBAL_SETTING)
         )
     if arguments.value(micro_batch) is not None:
-        suite["batch"] = arguments.value(micro_batch)
+        suite["micro_batch_size"] = arguments.value(micro_batch)
     suites: dict[str, Plain] = {"valid": suite | {"split": "valid"}}
     paths = arguments.value("--valid-data-path")
     if arguments.value(several) and not paths:

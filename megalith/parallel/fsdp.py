@@ -501,12 +501,12 @@ def fully_shard_chunk(
 
 
 def _unshard_for_token_losses(head: VocabParallelHead) -> None:
-    """Gather the table of a head before backward, too, once `token_losses` has been used: its
-    backward reads the table."""
+    """Gather the table of a head before backward, too, once `token_losses` has been used with
+    gradients: its backward reads the table."""
     token_losses = head.token_losses
 
     def unshard_in_backward(x: Tensor, labels: Tensor) -> Tensor:
-        if isinstance(head, FSDPModule):
+        if isinstance(head, FSDPModule) and torch.is_grad_enabled():
             head.set_unshard_in_backward(True)
         return token_losses(x, labels)
 

@@ -117,11 +117,11 @@ def evaluate(
     *,
     samples: int,
     tokenizer: Tokenizer,
-    rows: int | None = None,
+    micro_batch_size: int | None = None,
     report_progress: Callable[[int], None] = ignore_progress,
 ) -> Evaluation:
-    """Return the mean loss over the first `samples` samples, in microbatches of `rows` rows; unset:
-    those of the model's run. Collective over the mesh.
+    """Return the mean loss over the first `samples` samples, in microbatches of
+    `micro_batch_size`; unset: that of the model's run. Collective over the mesh.
 
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
     the same number of batches. Context-parallel ranks split each sample. If the run has a token
@@ -130,7 +130,7 @@ def evaluate(
     """
     run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
     depths, read = run.model.mtp.num_layers, 0
-    rows = run.train.micro_batch_size if rows is None else rows
+    rows = micro_batch_size or run.train.micro_batch_size
     slicing = local_slicing(run.parallel, mesh)
     budget = build_token_budget(run.train, run.parallel, run.model)
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,7 @@ from megalith.train.objective import (
     MTPInputs,
     Objective,
     check_losses,
+    sum_document_losses,
     sum_eval_losses,
 )
 
@@ -157,10 +158,27 @@ class PipelineModel:
         """Run forward of all microbatches; return the sums of `sum_eval_losses` of each: float64
         [microbatches, sums], 0 on ranks without the output head."""
         depths = self.run.model.mtp.num_layers
-        num_sums = 2 + 2 * depths if depths else 1
+        return self._evaluate(batches, _sum_batch_losses, num_sums=2 + 2 * depths if depths else 1)
+
+    def document_losses(self, batches: Sequence[Batch]) -> Tensor:
+        """Run forward of all microbatches; return the sum of -log p(label) of each document, over
+        the tokens of this rank: float64 [microbatches, documents], 0 past the last document of a
+        microbatch and on ranks without the output head."""
+        num_documents = max(len(batch.seq_params.lengths) for batch in batches)
+        sum_losses = partial(sum_document_losses, num_documents=num_documents)
+        return self._evaluate(batches, sum_losses, num_sums=num_documents)
+
+    def _evaluate(
+        self,
+        batches: Sequence[Batch],
+        sum_losses: Callable[[ModelOutputs, Batch], Tensor],
+        *,
+        num_sums: int,
+    ) -> Tensor:
+        """Run forward of all microbatches; return the sums of each."""
         sums = torch.zeros(len(batches), num_sums, dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            self._run(batches, sums, None)
+            self._run(batches, sums, None, sum_losses=sum_losses)
         return sums
 
     def _run(
@@ -169,6 +187,8 @@ class PipelineModel:
         total: Tensor,
         normalizer: LossNormalizer | None,
         after_microbatch: Callable[[int], None] | None = None,
+        *,
+        sum_losses: Callable[[ModelOutputs, Batch], Tensor] | None = None,
     ) -> None:
         p = self.run.parallel
         schedule = build_step_schedule(
@@ -200,6 +220,7 @@ class PipelineModel:
                 self.objective,
                 normalizer,
                 total,
+                sum_losses,
             )
             for number, chunk in enumerate(self.chunks)
         ]
@@ -268,6 +289,9 @@ class _ChunkStep:
     """float64: the sums of the losses, which each microbatch adds to; in evaluation each microbatch
     has a row of its own."""
 
+    sum_losses: Callable[[ModelOutputs, Batch], Tensor] | None
+    """Returns the sums of a microbatch; only in evaluation."""
+
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """Run one microbatch.
 
@@ -293,13 +317,18 @@ class _ChunkStep:
             return tuple(tensors[name] for name in sent)
         outputs = self.model.outputs(batch.ids, inputs, **arguments)
         if normalizer is None:
-            losses = sum_eval_losses(outputs, batch.labels, batch.mtp_inputs)
-            self.total[microbatch].copy_(losses)
+            assert self.sum_losses is not None, "evaluation sums losses"
+            self.total[microbatch].copy_(self.sum_losses(outputs, batch))
             return ()
         named_losses = self.objective(outputs, batch)
         check_losses(named_losses, normalizer.terms)
         self.total.add_(torch.stack([named_losses[name].detach() for name in normalizer.terms]))
         return (normalizer.scale_loss(named_losses),)
+
+
+def _sum_batch_losses(outputs: ModelOutputs, batch: Batch) -> Tensor:
+    """Return the sums of `sum_eval_losses` of a microbatch."""
+    return sum_eval_losses(outputs, batch.labels, batch.mtp_inputs)
 
 
 @lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others

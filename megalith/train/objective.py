@@ -106,6 +106,14 @@ def sum_eval_losses(outputs: ModelOutputs, labels: Tensor, mtp_inputs: MTPInputs
     return torch.cat([sums, mtp_acceptance_rate(is_correct, depths)]) if is_correct else sums
 
 
+def sum_document_losses(outputs: ModelOutputs, batch: Batch, *, num_documents: int) -> Tensor:
+    """Return the sum of -log p(label) of each document of a microbatch, over this rank's tokens:
+    float64 [num_documents], 0 past its last document."""
+    losses = outputs.token_losses(batch.labels).double()
+    sums = torch.zeros(num_documents, dtype=torch.float64, device=losses.device)
+    return sums.index_add_(0, batch.seq_params.document_ids, losses)
+
+
 def mtp_acceptance_rate(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
     """Return the counts behind the MTP acceptance rates: float64 [depths + 1].
 

@@ -76,7 +76,7 @@ def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
 
 def _open_questions(run: TrainRun, name: str, tokenizer: Tokenizer) -> "ChoiceSuite":
     config = run.evaluate[name]
-    questions = read_questions(Path(config.path[0]))[: config.rows]
+    questions = read_questions(Path(config.path[0]))[: config.num_samples]
     for group in {question.group for question in questions}:
         if f"{name}_{group}" in run.evaluate:
             raise DataError(
@@ -102,7 +102,7 @@ def _open_text(run: TrainRun, config: SuiteConfig, tokenizer: Tokenizer) -> "Tex
             sft=SFTConfig(),
         )
     counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
-    counts[split] = config.rows
+    counts[split] = config.num_samples
     splits = build_datasets(
         data,
         replace(SampleSettings.of_run(run, eod=tokenizer.eod), keep_partial=True),
@@ -115,14 +115,14 @@ def _open_text(run: TrainRun, config: SuiteConfig, tokenizer: Tokenizer) -> "Tex
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None or dataset.num_samples == 0:
         source = f"split={config.split}" if config.split else f"path={' '.join(config.path)}"
-        raise ConfigError(f"{source} has no rows. Use a set of more tokens.")
-    num_samples = min(config.rows or dataset.num_samples, dataset.num_samples)
+        raise ConfigError(f"{source} has no samples. Use a set of more tokens.")
+    num_samples = min(config.num_samples or dataset.num_samples, dataset.num_samples)
     return TextSuite(config, dataset, num_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class TextSuite:
-    """Rows of text: loss and bits per byte."""
+    """Samples of text: loss and bits per byte."""
 
     config: SuiteConfig
     dataset: Dataset
@@ -131,14 +131,14 @@ class TextSuite:
     def evaluate(
         self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
     ) -> Evaluation:
-        """Return the mean loss over all labels, however the rows are distributed. Collective."""
+        """Return the mean loss over all labels, however the samples are distributed. Collective."""
         return evaluate(
             pipeline_model,
             self.dataset,
             masks,
             samples=self.num_samples,
             tokenizer=tokenizer,
-            rows=self.config.batch,
+            micro_batch_size=self.config.micro_batch_size,
         )
 
 
@@ -333,7 +333,8 @@ def encode_choice(
 
 
 class ChoiceSuite:
-    """Multiple-choice questions; each choice is one row."""
+    """Multiple-choice questions; a microbatch has several choices, packed as documents of one
+    row."""
 
     def __init__(
         self,
@@ -358,43 +359,48 @@ class ChoiceSuite:
     def evaluate(
         self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
     ) -> ChoiceScores:
-        """Return the accuracies. Collective: the choices are distributed over the data-parallel
-        ranks, which run equally many rows."""
+        """Return the accuracies. Collective over the mesh."""
+        log_probs = iter(self.log_probs(pipeline_model, masks))
+        return score_questions(
+            self._questions,
+            [[*islice(log_probs, len(question.choices))] for question in self._questions],
+        )
+
+    def log_probs(self, pipeline_model: PipelineModel, masks: MaskSettings) -> list[float]:
+        """Return the log-probability of each choice, question after question. Collective over the
+        mesh: the choices are distributed over the data-parallel ranks, which run equally many
+        microbatches."""
         mesh, device = pipeline_model.mesh, pipeline_model.device
         log_probs = torch.zeros(len(self._encoded), dtype=torch.float64, device=device)
         counts_labels = pipeline_model.has_loss and mesh.tp.rank == 0
-        rows = self._iter_batches(pipeline_model, masks)
+        microbatches = self._iter_microbatches(pipeline_model, masks)
         size = 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size
-        while group := list(islice(rows, size)):
-            losses = pipeline_model.forward([batch for _, batch in group])
-            for (number, _), loss in zip(group, losses, strict=True):
-                if counts_labels and number < len(self._encoded):
-                    log_probs[number] = -loss[0]
-        values = all_reduce_(log_probs, mesh.world).tolist()
-        remaining = iter(values)
-        return score_questions(
-            self._questions,
-            [[*islice(remaining, len(question.choices))] for question in self._questions],
-        )
+        while group := list(islice(microbatches, size)):
+            losses = pipeline_model.document_losses([batch for _, batch in group])
+            if counts_labels:
+                for (choices, _), document_losses in zip(group, losses, strict=True):
+                    log_probs[choices] = -document_losses[: len(choices)]
+        return all_reduce_(log_probs, mesh.world).tolist()
 
-    def _iter_batches(
+    def _iter_microbatches(
         self, pipeline_model: PipelineModel, masks: MaskSettings
-    ) -> Iterator[tuple[int, Batch]]:
-        """Yield the number and the row of this rank's choices, and rows without labels until all
-        ranks have equally many."""
+    ) -> Iterator[tuple[list[int], Batch]]:
+        """Yield the indices of this rank's choices with their microbatch, the longest first, so
+        that ranks have similar numbers of tokens; in the last one a rank may have no choices."""
         run, mesh = pipeline_model.run, pipeline_model.mesh
         slicing = local_slicing(run.parallel, mesh)
         multiple = 2 * mesh.cp.size * mesh.tp.size  # zig-zag slices, and sequence parallelism
-        for first in range(0, len(self._encoded), mesh.dp.size):
-            number = first + mesh.dp.rank
-            encoded = self._encoded[min(number, len(self._encoded) - 1)]
-            row = _pad_row(encoded, multiple)
-            if number >= len(self._encoded):
-                row = row.blank()
+        size = self.config.micro_batch_size or run.train.micro_batch_size
+        lengths = [len(encoded.ids) for encoded in self._encoded]
+        longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        for first in range(0, len(lengths), size * mesh.dp.size):
+            choices = longest_first[first : first + size * mesh.dp.size]
+            local_choices = choices[mesh.dp.rank :: mesh.dp.size]
+            row = _pack_row([self._encoded[index] for index in local_choices or choices], multiple)
             yield (
-                number,
+                local_choices,
                 build_batch(
-                    [row],
+                    [row if local_choices else row.blank()],
                     masks,
                     device=pipeline_model.device,
                     slicing=slicing,
@@ -403,13 +409,14 @@ class ChoiceSuite:
             )
 
 
-def _pad_row(encoded: EncodedChoice, multiple: int) -> PackedSample:
-    """Return the row, with padding up to a multiple of tokens."""
-    size = len(encoded.ids)
-    padding = -size % multiple
+def _pack_row(choices: Sequence[EncodedChoice], multiple: int) -> PackedSample:
+    """Return a row whose documents are the choices, with padding up to a multiple of tokens."""
+    lengths = [len(choice.ids) for choice in choices]
+    num_valid = sum(lengths)
+    padding = -num_valid % multiple
     return PackedSample(
-        np.pad(encoded.ids, (0, padding)),
-        np.pad(encoded.labels, (0, padding), constant_values=-1),
-        (size, padding) if padding else (size,),
-        size,
+        np.concatenate([*(choice.ids for choice in choices), np.zeros(padding, np.int64)]),
+        np.concatenate([*(choice.labels for choice in choices), np.full(padding, -1)]),
+        (*lengths, padding) if padding else tuple(lengths),
+        num_valid,
     )

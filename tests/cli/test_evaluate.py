@@ -260,6 +260,7 @@ def test_suite_of_the_command_line_is_evaluated(
     assert "on quiz: acc " in capsys.readouterr().out
     for option in (["--samples", "3"], ["--split", "test"]):
         assert main([*words, *option]) == 2
-        assert "--suite=quiz has its own rows: --split and --samples do not apply. Remove them" in (
-            capsys.readouterr().err
+        assert (
+            "--suite=quiz has its own samples: --split and --samples do not apply. Remove them"
+            in (capsys.readouterr().err)
         )

@@ -455,7 +455,12 @@ def test_validation_sets_become_suites(tiny: Translate) -> None:
     run = tiny("--full-validation --eval-interval 10 --eval-micro-batch-size 3").run
     assert run is not None and run.train.eval_steps == 0
     suite = run.evaluate["valid"]
-    assert (suite.split, suite.every, suite.rows, suite.batch) == ("valid", 10, None, 3)
+    assert (suite.split, suite.every, suite.num_samples, suite.micro_batch_size) == (
+        "valid",
+        10,
+        None,
+        3,
+    )
     paths = "--train-data-path a --valid-data-path b c --multiple-validation-sets"
     arguments = f"{paths} --validation-set-names code --eval-iters 4 --eval-global-batch-size 5"
     run = tiny(f"{arguments} --start-eval-at-iter 7", without=("--mock-data",)).run
@@ -464,7 +469,7 @@ def test_validation_sets_become_suites(tiny: Translate) -> None:
         "code": ("b",),
         "valid_1": ("c",),
     }
-    assert {(suite.rows, suite.start) for suite in run.evaluate.values()} == {(20, 7)}
+    assert {(suite.num_samples, suite.start) for suite in run.evaluate.values()} == {(20, 7)}
 
 
 def test_names_of_validation_sets_become_unique_names_of_suites(tiny: Translate) -> None:

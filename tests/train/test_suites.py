@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from torch import Tensor
 
 from megalith.config.train import SuiteConfig, TrainRun
 from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.indexed import IndexedDatasetBuilder
-from megalith.data.loader import MaskSettings, build_batch
+from megalith.data.loader import Batch, MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CallbackError, ConfigError, DataError
@@ -24,6 +25,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
 from megalith.train.callbacks.base import Callback, FinishedStep, StepMetrics
+from megalith.train.forward_backward import PipelineModel
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepRequest
@@ -52,6 +54,14 @@ QUESTIONS = [
 ]
 
 
+PACKED = {
+    "train.tokens_per_microbatch": "64",
+    "train.micro_batch_size": "1",
+    "data.overlong": "truncate",
+}
+"""Settings of sequence packing."""
+
+
 def write_questions(path: Path) -> Path:
     """Write the questions as JSONL."""
     rows = [question._asdict() | {"choices": [*question.choices]} for question in QUESTIONS]
@@ -59,35 +69,43 @@ def write_questions(path: Path) -> Path:
     return path
 
 
-def _log_probs(rank: int, world: int, run: TrainRun) -> ChoiceScores:
-    """The scores of the questions, as one rank of a layout."""
+def _log_probs(rank: int, world: int, run: TrainRun) -> list[float]:
+    """The log-probability of each choice, as one rank of a layout."""
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
         else build_single_rank_mesh()
     )
     trainer = build_trainer(run, mesh, CPU)
-    suite = ChoiceSuite(SuiteConfig(kind="choice"), QUESTIONS, TOKENIZER, max_length=32)
-    return suite.evaluate(trainer.pipeline_model, MaskSettings(), TOKENIZER)
+    config = SuiteConfig(kind="choice", micro_batch_size=3)
+    suite = ChoiceSuite(config, QUESTIONS, TOKENIZER, max_length=32)
+    return suite.log_probs(trainer.pipeline_model, MaskSettings())
 
 
+@pytest.mark.parametrize("size", [None, 1, 3, 100])
 def test_log_probabilities_of_choices_are_those_of_the_model(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, size: int | None
 ) -> None:
-    """Compared with the loss of the labels of each choice, computed row by row."""
-    run = tiny_run({"precision.params": "fp64"})
+    """Compared with the loss of the labels of each choice, computed row by row; a microbatch has
+    the given number of choices."""
+    run = tiny_run({"precision.params": "fp64", "train.micro_batch_size": "4"})
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)
-    recorded: list[list[float]] = []
+    num_documents: list[int] = []
+    document_losses = PipelineModel.document_losses
 
-    def record(questions: object, log_probs: list[list[float]]) -> ChoiceScores:
-        recorded.extend(log_probs)
-        return ChoiceScores(0, 0, 0, 1)
+    def record(model: PipelineModel, batches: list[Batch]) -> Tensor:
+        num_documents.extend(len(batch.lengths) for batch in batches)
+        return document_losses(model, batches)
 
-    monkeypatch.setattr("megalith.train.suites.score_questions", record)
-    suite = ChoiceSuite(SuiteConfig(kind="choice"), QUESTIONS, TOKENIZER, max_length=32)
-    suite.evaluate(trainer.pipeline_model, MaskSettings(), TOKENIZER)
-    for question, log_probs in zip(QUESTIONS, recorded, strict=True):
-        for choice, log_prob in zip(question.choices, log_probs, strict=True):
+    monkeypatch.setattr(PipelineModel, "document_losses", record)
+    config = SuiteConfig(kind="choice", micro_batch_size=size)
+    suite = ChoiceSuite(config, QUESTIONS, TOKENIZER, max_length=32)
+    log_probs = iter(suite.log_probs(trainer.pipeline_model, MaskSettings()))
+    num_choices = sum(len(question.choices) for question in QUESTIONS)
+    full, remainder = divmod(num_choices, size or 4)
+    assert num_documents == [size or 4] * full + [remainder] * (remainder > 0)
+    for question in QUESTIONS:
+        for choice in question.choices:
             text = f"{question.context.rstrip()}"
             context = [*text.encode()] or [TOKENIZER.eod]
             continuation = [*f"{question.context[len(text) :]} {choice}".encode()]
@@ -96,23 +114,33 @@ def test_log_probabilities_of_choices_are_those_of_the_model(
             labels = batch.labels.clone()
             labels[: -len(continuation)] = -1
             loss = trainer.model.loss(batch.ids, labels, batch.layer_inputs()).item()
-            assert log_prob == pytest.approx(-loss, rel=FP64.relative)
+            assert next(log_probs) == pytest.approx(-loss, rel=FP64.relative)
 
 
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        (2, {"parallel.dp": "2"}),
-        (2, {"parallel.tp": "2", "parallel.sp": "true"}),
-        (2, {"parallel.pp": "2"}),
-        (2, {"parallel.cp": "2"}),
-    ],
-)
-def test_accuracies_are_equal_under_any_layout(world: int, settings: dict[str, str]) -> None:
+LAYOUTS = [
+    (2, {"parallel.dp": "2"}),
+    (2, {"parallel.dp": "2", "parallel.zero": "3"}),
+    (2, {"parallel.tp": "2"}),
+    (2, {"parallel.tp": "2", "parallel.sp": "true"}),
+    (2, {"parallel.pp": "2"}),
+    (2, {"parallel.cp": "2"}),
+    (4, {"parallel.tp": "2", "parallel.dp": "2"}),
+]
+"""World sizes with their settings."""
+
+
+@pytest.mark.parametrize(("world", "settings"), LAYOUTS)
+def test_log_probabilities_are_equal_under_any_layout(world: int, settings: dict[str, str]) -> None:
     reference = _log_probs(0, 1, tiny_run({"precision.params": "fp64"}))
     run = tiny_run({"precision.params": "fp64"} | settings)
-    for result in run_ranks(_log_probs, world, run):
-        assert result == reference
+    for log_probs in run_ranks(_log_probs, world, run):
+        assert log_probs == pytest.approx(reference, rel=FP64.relative)
+
+
+def test_choices_have_one_microbatch_size_with_packed_training() -> None:
+    settings = {"evaluate.a.kind": "choice", "evaluate.a.path": "x"}
+    settings |= {"evaluate.a.micro_batch_size": "2"} | PACKED
+    assert run_problems(tiny_run(settings), 1) == []
 
 
 def test_accuracies_are_those_of_lm_eval() -> None:
@@ -225,10 +253,20 @@ def test_one_pass_counts_every_label_once(tmp_path: Path) -> None:
     settings = {"precision.params": "fp64", "evaluate.code.path": str(store)}
     loss, num_labels = _text_loss(0, 1, tiny_run(settings))
     assert num_labels == total - 1
-    for added in ({"evaluate.code.batch": "5"}, {"train.micro_batch_size": "3"}):
+    for added in ({"evaluate.code.micro_batch_size": "5"}, {"train.micro_batch_size": "3"}):
         other = _text_loss(0, 1, tiny_run(settings | added))
         assert other == (pytest.approx(loss, rel=FP64.relative), num_labels)
-    for other in run_ranks(_text_loss, 2, tiny_run(settings | {"parallel.dp": "2"})):
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_one_pass_is_equal_under_any_layout(
+    tmp_path: Path, world: int, layout: dict[str, str]
+) -> None:
+    store = write_store(tmp_path / "store")
+    settings = {"precision.params": "fp64", "evaluate.code.path": str(store)}
+    loss, num_labels = _text_loss(0, 1, tiny_run(settings))
+    settings |= {"evaluate.code.micro_batch_size": "3"} | layout
+    for other in run_ranks(_text_loss, world, tiny_run(settings)):
         assert other == (pytest.approx(loss, rel=FP64.relative), num_labels)
 
 
@@ -251,9 +289,9 @@ def test_suites_have_their_own_steps_and_metrics(tmp_path: Path) -> None:
         "evaluate.quiz.path": str(questions),
         "evaluate.quiz.every": "1",
         "evaluate.quiz.start": "2",
-        "evaluate.quiz.rows": "3",
+        "evaluate.quiz.num_samples": "3",
         "evaluate.test.split": "test",
-        "evaluate.test.rows": "5",
+        "evaluate.test.num_samples": "5",
         "tokenizer.kind": "byte",
     }
     run = tiny_run(settings)
@@ -300,7 +338,7 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
         (
             {"evaluate.a.path": "['1',x,'2',y]"},
             "evaluate.a.path=1 x 2 y has weights, and a pass over all rows reads each once. Remove "
-            "the weights, or set evaluate.a.rows.",
+            "the weights, or set evaluate.a.num_samples.",
         ),
         ({"evaluate.a.path": "['1',x,y,z]"}, "evaluate.a.path=1 x y z: 'y' is not a weight, but"),
         (
@@ -313,8 +351,9 @@ def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> No
             "model.attention.causal=false. Set kind to text, or remove the suite.",
         ),
         (
-            {"evaluate.a.kind": "choice", "evaluate.a.path": "x", "evaluate.a.batch": "2"},
-            "evaluate.a.batch=2 is the number of rows of a microbatch, and each choice is one. Set",
+            {"evaluate.a.split": "test", "evaluate.a.micro_batch_size": "2"} | PACKED,
+            "evaluate.a.micro_batch_size=2 is the number of samples of a microbatch, and train.tok"
+            "ens_per_microbatch=64 packs documents. Set evaluate.a.micro_batch_size to none.",
         ),
     ],
 )
@@ -324,7 +363,7 @@ def test_wrong_suites_are_rejected(settings: dict[str, str], problem: str) -> No
 
 
 def test_weights_apply_to_a_number_of_rows() -> None:
-    settings = {"evaluate.a.path": "['1',x,'2',y]", "evaluate.a.rows": "5"}
+    settings = {"evaluate.a.path": "['1',x,'2',y]", "evaluate.a.num_samples": "5"}
     assert run_problems(tiny_run(settings), 1) == []
 
 
@@ -361,7 +400,7 @@ def test_request_evaluates_all_suites_even_if_one_is_due(tmp_path: Path) -> None
     settings = {"train.steps": "4", "train.eval_every": "2", "evaluate.test.split": "test"}
     callback, folder = RequestEvaluation(), RunFolder(tmp_path)
     mesh = build_single_rank_mesh()
-    timed = {"observe.timer_level": "2", "evaluate.test.rows": "2"}
+    timed = {"observe.timer_level": "2", "evaluate.test.num_samples": "2"}
     run = tiny_run(settings | timed)
     run_training(run, folder, mesh, CPU, show=False, callbacks=[callback])
     rows = read_metrics(folder.metrics)
@@ -391,5 +430,7 @@ def test_evaluation_is_not_measured_as_training() -> None:
 
 
 def test_range_of_a_suite_setting_is_checked() -> None:
-    settings = {"evaluate.a.split": "test", "evaluate.a.rows": "0"}
-    assert "evaluate.a.rows=0 must be at least 1" in "\n".join(run_problems(tiny_run(settings), 1))
+    settings = {"evaluate.a.split": "test", "evaluate.a.num_samples": "0"}
+    assert "evaluate.a.num_samples=0 must be at least 1" in "\n".join(
+        run_problems(tiny_run(settings), 1)
+    )

@@ -393,7 +393,7 @@ class Evaluator(Callback):
         valid = prepared.data.splits.valid
         if train.eval_steps > 0 and valid is not None:
             num_samples = train.eval_steps * train.global_batch_size
-            config = SuiteConfig(split="valid", every=train.eval_every, rows=num_samples)
+            config = SuiteConfig(split="valid", every=train.eval_every, num_samples=num_samples)
             self._suites[VALIDATION] = TextSuite(config, valid, num_samples)
         for name in run.config.evaluate:
             self._suites[name] = open_suite(run.config, name, prepared.tokenizer)
