@@ -127,7 +127,8 @@ class ObserveConfig:
     """Sections of a step whose time is logged, as `time_NAME_ms` per step: the mean over ranks, and
     with several ranks also minimum, maximum and the slowest rank. 0: none; 1: data, forward and
     backward together, exposed gradient reduction, optimizer, evaluation, saving, callbacks; 2: also
-    forward, backward and messages of each microbatch."""
+    forward, backward and messages of each microbatch, except with `parallel.overlap_experts`, which
+    runs two microbatches alternately."""
 
     callback_times: bool = False
     """Log the host time spent in each callback as `time_NAME_ms` per step, as with `timer_level`

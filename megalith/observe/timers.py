@@ -47,7 +47,8 @@ class Timers:
     """Measures the sections of this rank's steps, up to a level.
 
     On a GPU a section is the time between two events on the current stream, which includes waits of
-    the stream; events are read when a step is logged, so that no section waits for the device.
+    the stream. No section waits for the device; `take`, at a logged step, waits for the events of
+    the steps before it, so that a row has all sections of its own steps and of no others.
     """
 
     def __init__(self, *, level: int = 0, device: torch.device | None = None) -> None:
@@ -90,15 +91,9 @@ class Timers:
             self._events.append((name, started, ended))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each section since the last call; sections whose kernels have not
-        finished are part of the next result."""
-        unfinished = []
-        for name, started, ended in self._events:
-            if ended.query():
-                self._seconds[name] += started.elapsed_time(ended) / 1000
-            else:
-                unfinished.append((name, started, ended))
-        self._events = unfinished
+        """Return the seconds of each section since the last call; waits for their kernels."""
+        self._read_events(self._events)
+        self._events = []
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
@@ -107,10 +102,16 @@ class Timers:
         """Return the seconds of one section since it was last taken; waits for its kernels."""
         events = [event for event in self._events if event[0] == name]
         self._events = [event for event in self._events if event[0] != name]
-        for _, started, ended in events:
+        self._read_events(events)
+        return self._seconds.pop(name, 0.0)
+
+    def _read_events(
+        self, events: Sequence[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+    ) -> None:
+        """Wait for events, and add the times between them to their sections."""
+        for name, started, ended in events:
             ended.synchronize()
             self._seconds[name] += started.elapsed_time(ended) / 1000
-        return self._seconds.pop(name, 0.0)
 
     def clear(self) -> None:
         """Forget all sections, which belong to discarded steps."""

@@ -312,7 +312,8 @@ class Pipeline:
     """Called with a microbatch after its last backward through the chunks of this rank."""
 
     timers: Timers = field(default_factory=Timers)
-    """Timers of the actions."""
+    """Timers of the actions. A schedule with pairs has none: each pass of a pair includes parts of
+    the other one."""
 
     def run(
         self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None
@@ -325,7 +326,8 @@ class Pipeline:
         """
         boundary = boundary or self.boundary
         with self._open_link(schedule, boundary) as link:
-            step = _Step(schedule, self.rank, chunks, self.weights, link, boundary, self.timers)
+            timers = Timers() if schedule.pairs else self.timers
+            step = _Step(schedule, self.rank, chunks, self.weights, link, boundary, timers)
             single_actions = zip(schedule.ranks[self.rank], strict=True)
             for actions in (
                 concurrent_actions(schedule, self.rank) if schedule.pairs else single_actions

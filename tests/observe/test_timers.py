@@ -52,24 +52,35 @@ def test_time_of_a_section_that_fails_counts(clock: Clock) -> None:
     assert measured.take() == {"data": 0.5}
 
 
+class Event:
+    """An event of 0.5 s that has not finished until the host waits for it."""
+
+    finished = False
+
+    def query(self) -> bool:
+        return self.finished
+
+    def synchronize(self) -> None:
+        self.finished = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.finished
+        return 500.0
+
+
+def test_sections_belong_to_the_row_of_their_steps() -> None:
+    measured = Timers(level=1)
+    for _ in range(2):  # as the kernels of a step run until the host waits
+        event = cast(torch.cuda.Event, Event())
+        measured._events.append(("optimizer", event, event))
+        measured.add("data", 1.0)
+        assert measured.take() == {"data": 1.0, "optimizer": 0.5}
+
+
 def test_one_section_is_taken_when_its_kernels_have_finished() -> None:
-    class Event:
-        """An event of 0.5 s that has not finished until the host waits for it."""
-
-        finished = False
-
-        def query(self) -> bool:
-            return self.finished
-
-        def synchronize(self) -> None:
-            self.finished = True
-
-        def elapsed_time(self, end: "Event") -> float:
-            assert end.finished
-            return 500.0
-
-    measured, event = Timers(level=1), cast(torch.cuda.Event, Event())
-    measured._events = [("save", event, event), ("evaluate", event, event)]
+    measured = Timers(level=1)
+    event, other = cast(torch.cuda.Event, Event()), cast(torch.cuda.Event, Event())
+    measured._events = [("save", other, other), ("evaluate", event, event)]
     measured.add("data", 1.0)
     assert measured.take_section("evaluate") == 0.5
     assert measured.take_section("evaluate") == 0.0

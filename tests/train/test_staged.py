@@ -19,9 +19,11 @@ from megalith.kernels.attention.scores import Mask, mask_for_torch
 from megalith.launch.watchdog import backend_timeout
 from megalith.nn.moe import MoE
 from megalith.observe.metrics import read_metrics
+from megalith.observe.timers import Timers
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import AllToAllDispatcher
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
+from megalith.parallel.pipeline import Pipeline
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -91,6 +93,16 @@ def test_only_training_with_dual_batch_overlap_is_planned_in_pairs() -> None:
     )
     assert plain.pairs == () and paired.pairs == (frozenset({(0, 1), (0, 2)}),)
     assert "".join(f"{a.kind}{a.microbatch}" for a in paired.ranks[0]) == "F0F1B0F2B1B2"
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_passes_that_run_alternately_are_not_timed(paired: bool) -> None:
+    schedule = build_step_schedule(PipelineConfig(), 1, 3, overlap=True, paired=paired)
+    weight, timers = torch.ones((), requires_grad=True), Timers(level=2)
+    pipeline = Pipeline(0, None, torch.device("cpu"), timers=timers)
+    pipeline.run(schedule, [lambda microbatch, received: (weight * 2,)])
+    assert weight.grad is not None and weight.grad.item() == 6
+    assert [*timers.take()] == ([] if paired else ["forward", "backward"])
 
 
 @pytest.mark.parametrize("asked", [False, True])
