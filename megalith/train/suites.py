@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.data import SFTConfig
-from megalith.config.train import SuiteConfig, TrainRun
+from megalith.config.train import SuiteConfig, TrainRun, is_suite_name
 from megalith.data.build import build_datasets
 from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_settings
 from megalith.data.sample import Dataset, PackedSample, SampleSettings
@@ -74,10 +74,33 @@ def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
         raise type(error)(f"evaluate.{name}: {error}") from error
 
 
+def check_metric_names(suites: Mapping[str, Suite]) -> None:
+    """Check that no group of a suite has the metrics of another suite or of its groups.
+
+    Raises:
+        DataError: the names of metrics are equal.
+    """
+    owners = {name: f"evaluate.{name}" for name in suites}
+    for name, suite in suites.items():
+        for group in suite.groups if isinstance(suite, ChoiceSuite) else ():
+            prefix, owner = f"{name}_{group}", f"group {group!r} of evaluate.{name}"
+            if prefix in owners:
+                raise DataError(
+                    f"{owner}: its metrics {prefix}_acc have the names of those of "
+                    f"{owners[prefix]}. Rename the group or the suite."
+                )
+            owners[prefix] = owner
+
+
 def _open_questions(run: TrainRun, name: str, tokenizer: Tokenizer) -> "ChoiceSuite":
     config = run.evaluate[name]
     questions = read_questions(Path(config.path[0]))[: config.num_samples]
-    for group in {question.group for question in questions}:
+    for group in sorted({question.group for question in questions} - {""}):
+        if not is_suite_name(f"{name}_{group}"):
+            raise DataError(
+                f"{config.path[0]}: group {group!r} is part of the names of metrics. Use letters, "
+                "digits and underscores, for example math."
+            )
         if f"{name}_{group}" in run.evaluate:
             raise DataError(
                 f"{config.path[0]}: the metrics of group {group!r} have the names of those of "
@@ -355,6 +378,11 @@ class ChoiceSuite:
             for question in questions
             for choice in question.choices
         ]
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups of questions."""
+        return sorted({question.group for question in self._questions} - {""})
 
     def evaluate(
         self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer

@@ -383,6 +383,32 @@ def test_group_with_the_metrics_of_another_suite_is_rejected(tmp_path: Path) -> 
         open_suite(run, "quiz", TOKENIZER)
 
 
+def test_groups_of_two_suites_with_equal_metrics_are_rejected(tmp_path: Path) -> None:
+    settings = {}
+    for name, group in (("quiz", "math_x"), ("quiz_math", "x")):
+        row = {"context": "q", "choices": ["a", "b"], "answer": 0, "group": group}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        settings |= {f"evaluate.{name}.kind": "choice"}
+        settings |= {f"evaluate.{name}.path": str(tmp_path / f"{name}.jsonl")}
+    message = "group 'x' of evaluate.quiz_math: its metrics quiz_math_x_acc have the names of"
+    with pytest.raises(CallbackError, match=message):
+        run_training(
+            tiny_run(settings),
+            RunFolder(tmp_path / "run"),
+            build_single_rank_mesh(),
+            CPU,
+            show=False,
+        )
+
+
+def test_group_that_is_not_a_name_is_rejected(tmp_path: Path) -> None:
+    row = {"context": "q", "choices": ["a", "b"], "answer": 0, "group": "a b"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    settings = {"evaluate.quiz.kind": "choice", "evaluate.quiz.path": str(tmp_path / "q.jsonl")}
+    with pytest.raises(DataError, match="group 'a b' is part of the names of metrics. Use letters"):
+        open_suite(tiny_run(settings), "quiz", TOKENIZER)
+
+
 class RequestEvaluation(Callback):
     """Requests an evaluation after step 2."""
 

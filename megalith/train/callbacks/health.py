@@ -32,7 +32,7 @@ from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunVi
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
-from megalith.train.suites import Suite, SuiteResult, TextSuite, open_suite
+from megalith.train.suites import Suite, SuiteResult, TextSuite, check_metric_names, open_suite
 from megalith.train.trainer import checkpoint_entries
 
 _log = logging.getLogger(__name__)
@@ -397,6 +397,7 @@ class Evaluator(Callback):
             self._suites[VALIDATION] = TextSuite(config, valid, num_samples)
         for name in run.config.evaluate:
             self._suites[name] = open_suite(run.config, name, prepared.tokenizer)
+        check_metric_names(self._suites)
 
     def list_suites(self, step: int, *, is_requested: bool) -> list[str]:
         """Return the names of the suites that are due after a step; all of them if a callback
