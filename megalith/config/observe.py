@@ -144,10 +144,10 @@ class ObserveConfig:
 
     memory_every: Annotated[int | None, Ge(1)] = None
     """Log measured and estimated memory of every pipeline and tensor-parallel rank after steps 1
-    and 2 and then at multiples of this step. Unset: never."""
+    and 2, and at multiples of this step. Unset: after steps 1 and 2 only."""
 
     memory_history: bool = False
-    """Record allocations on the GPU, and write memory/rank_0_step_9.pickle (for
+    """Record allocations on the GPU, and write memory/rank_0.pickle (for
     https://docs.pytorch.org/memory_viz) when a rank runs out of memory."""
 
     param_norm: bool = False

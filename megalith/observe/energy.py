@@ -28,13 +28,13 @@ def open_nvml_counter(device: torch.device) -> EnergyCounter | None:
         uuid = torch.cuda.get_device_properties(device).uuid
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         start = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except nvml.NVMLError:
+    except Exception:  # measurements do not end a run: no driver, no library, another API
         return None
 
     def read() -> float:
         try:
             used = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start
-        except nvml.NVMLError:
+        except Exception:
             return math.nan
         return float(used) / 1000
 
@@ -54,12 +54,12 @@ class RaplCounter:
         """Return the joules since the counter was opened; called more often than a counter wraps
         around, which takes minutes."""
         try:
-            now = [_read_number(path / "energy_uj") for path in self._packages]
+            values = [_read_number(path / "energy_uj") for path in self._packages]
         except (OSError, ValueError):
             return math.nan
-        for last, current, limit in zip(self._last, now, self._ranges, strict=True):
+        for last, current, limit in zip(self._last, values, self._ranges, strict=True):
             self._microjoules += current - last + (limit if current < last else 0)
-        self._last = now
+        self._last = values
         return self._microjoules / 1e6
 
 

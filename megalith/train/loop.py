@@ -32,7 +32,11 @@ from megalith.train.callbacks.health import (
     ReplicaCheck,
     StopRequests,
 )
-from megalith.train.callbacks.memory import is_out_of_memory, out_of_memory_error
+from megalith.train.callbacks.memory import (
+    is_out_of_memory,
+    out_of_memory_error,
+    record_memory_history,
+)
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
     ExperimentTrackers,
@@ -82,6 +86,9 @@ def run_training(
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
         _open_log(folder, run, mesh.world.rank),
+        record_memory_history(folder.path, device, mesh.world.rank)
+        if run.observe.memory_history
+        else nullcontext(),
         StepProgress(total=run.train.steps, show=show and first) as progress,
     ):
         if first:
@@ -149,6 +156,7 @@ class TrainLoop:
             ]
         )
         self.timers = prepared.trainer.timers
+        self._phase = "before the first step"  # for the error of a lack of memory
         self.view = RunView(prepared, progress.print_line, self.callbacks.request)
 
     def run(self) -> Outcome:
@@ -166,9 +174,8 @@ class TrainLoop:
         except BaseException as error:
             self.callbacks.on_error(error)
             if is_out_of_memory(error):
-                at = f"in step {prepared.state.step + 1}"
                 raise out_of_memory_error(
-                    prepared.run, prepared.mesh, self.view.device, error, at=at
+                    prepared.run, prepared.mesh, self.view.device, error, at=self._phase
                 ) from error
             raise
         self.callbacks.notify("on_end", outcome)
@@ -181,6 +188,7 @@ class TrainLoop:
         outcome = Outcome("done", num_steps)
         loader = self.prepared.build_loader()
         while state.step < num_steps:
+            self._phase = f"in step {state.step + 1}"
             finished = self._run_step(loader)
             if StepRequest.STOP_NOW in finished.result.requests:
                 saved = self.checkpointer.saved_step == state.step
@@ -188,6 +196,7 @@ class TrainLoop:
             if StepRequest.ROLLBACK in finished.result.requests:
                 loader = self._roll_back()
                 continue
+            self._phase = f"in callbacks after step {state.step}"
             metrics = self.callbacks.after_step(finished)
             if self.view.is_logged(finished.step):
                 self._log(metrics)
@@ -241,6 +250,7 @@ class TrainLoop:
         The checkpoint is saved again with the new position in the data, so that a restart does not
         read the skipped samples either.
         """
+        self._phase = "while the newest checkpoint was restored"
         self.prepared.roll_back()
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save()
@@ -262,6 +272,7 @@ class TrainLoop:
                     "for it. Set train.eval_steps to at least 1 and provide validation data."
                 )
             return
+        self._phase = f"during evaluation after step {step}"
         self.callbacks.notify("before_evaluate", step)
         with self.timers.section("evaluate"):
             results = self.evaluator.evaluate(names)
@@ -273,6 +284,7 @@ class TrainLoop:
 
     def _save(self, *, final: bool = False) -> None:
         """Save the current step, unless it is saved or divergent, and report the result."""
+        self._phase = f"while step {self.prepared.state.step} was saved"
         with self.timers.section("save"):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final)
         if isinstance(result, SaveReport):

@@ -1,5 +1,5 @@
-"""Profiles, memory, energy, garbage collection and dumps: they change no bit of a run, and each
-says what it lacks."""
+"""Profiles, memory, energy, garbage collection and dumps: results are bitwise
+equal, and missing resources are reported."""
 
 import gc
 import json
@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -19,7 +20,7 @@ from safetensors import safe_open
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.errors import CallbackError
+from megalith.errors import CallbackError, ConfigError
 from megalith.observe import energy
 from megalith.observe.energy import open_nvml_counter, open_rapl_counter
 from megalith.observe.metrics import read_metrics
@@ -31,10 +32,11 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
 from megalith.train import loop
-from megalith.train.callbacks import memory, profile
+from megalith.train.callbacks import dump, memory, profile
+from megalith.train.callbacks import energy as energy_callback
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
-from megalith.train.callbacks.profile import LayerRanges, SectionMarker
+from megalith.train.callbacks.profile import LayerRanges, SectionRanges
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from tests.observe.test_trackers import FakeWandb
@@ -111,7 +113,9 @@ def test_run_is_bitwise_equal_with_all_measurements(tmp_path: Path) -> None:
     ]
     assert weights[0] and weights[0] == weights[1]
     norms = [row["param_norm"] for row in measured if "loss" in row]
-    assert len(set(norms)) == 4  # test_param_norm_is_that_of_one_process compares the values
+    assert len(norms) == 4 and all(
+        norms
+    )  # test_param_norm_is_that_of_one_process compares the values
     assert (tmp_path / "measured" / "logs" / "rank_00001.txt").exists()
     _check_dumps(tmp_path / "measured" / "dumps")
     # parameters were being gathered when the profiler stopped, which must wait for them
@@ -227,10 +231,6 @@ def test_param_norm_is_that_of_one_process(tmp_path: Path) -> None:
             {"profile.start": "1", "profile.tool": "nsys", "profile.steps": "1"},
             "profile.tool=nsys captures GPU work, and the device of rank 0 is cpu. Set profile",
         ),
-        (
-            {"observe.memory_history": "true"},
-            "observe.memory_history=true records the allocator of a GPU, and the device of rank 0",
-        ),
     ],
 )
 def test_missing_device_ends_the_run(
@@ -249,7 +249,7 @@ def test_missing_device_ends_the_run(
         ({"observe.dump.every": "2"}, "observe.dump.every=2: nothing is dumped. Set observe.dump."),
     ],
 )
-def test_wrong_windows_are_rejected(settings: dict[str, str], message: str) -> None:
+def test_invalid_windows_are_rejected(settings: dict[str, str], message: str) -> None:
     (problem,) = run_problems(tiny_run(settings), 1)
     assert message in problem
 
@@ -268,7 +268,7 @@ def test_failure_of_the_profiler_does_not_end_the_run(
     )
 
 
-def test_nsys_capture_marks_sections_and_layers(
+def test_nsys_capture_ranges_sections_and_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU: the calls are recorded, in place of those of the CUDA runtime."""
@@ -294,7 +294,7 @@ def _start_without_check(self: Any, run: Any) -> None:
 
 
 def test_markers_of_threads_do_not_mix() -> None:
-    marker = SectionMarker(nvtx=False)
+    marker = SectionRanges(nvtx=False)
     marker.pop()  # of a section that began before the profile
     marker.push("forward")
     marker.pop()
@@ -342,11 +342,11 @@ def test_energy_of_cpus_is_measured_over_wraparounds(counters: Path) -> None:
 def test_energy_is_logged_or_omitted(
     tmp_path: Path, counters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "open_rapl_counter", lambda: open_rapl_counter(counters))
+    monkeypatch.setattr(energy_callback, "open_rapl_counter", lambda: open_rapl_counter(counters))
     train(tmp_path / "a", SHORT | {"observe.energy": "true"})
     rows = [row for row in read_metrics(tmp_path / "a" / "metrics.jsonl") if "loss" in row]
     assert {row["energy_joules"] for row in rows} == {0.0}
-    monkeypatch.setattr(profile, "open_rapl_counter", lambda: open_rapl_counter(tmp_path))
+    monkeypatch.setattr(energy_callback, "open_rapl_counter", lambda: open_rapl_counter(tmp_path))
     train(tmp_path / "b", SHORT | {"observe.energy": "true"})
     rows = read_metrics(tmp_path / "b" / "metrics.jsonl")
     assert not any("energy_joules" in row or "power_watts" in row for row in rows)
@@ -355,7 +355,7 @@ def test_energy_is_logged_or_omitted(
 
 
 @pytest.mark.parametrize("tool", ["torch", "nsys"])
-def test_failed_profile_leaves_no_marks(
+def test_failed_profile_leaves_no_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     """The export fails, or the start of the capture."""
@@ -363,7 +363,7 @@ def test_failed_profile_leaves_no_marks(
     def fail(*arguments: object) -> None:
         raise OSError("no space left on device")
 
-    class Marks(Callback):
+    class Ranges(Callback):
         def on_start(self, run: RunView) -> None:
             self.timers = run.prepared.trainer.timers
 
@@ -371,15 +371,15 @@ def test_failed_profile_leaves_no_marks(
             self.marker = self.timers.marker
 
     hooks = torch.nn.modules.module
-    before, marks = len(hooks._global_forward_hooks), Marks()
+    before, ranges = len(hooks._global_forward_hooks), Ranges()
     monkeypatch.setattr(profile.Profiler, "_write", fail)
     monkeypatch.setattr(torch.cuda, "cudart", fail)
     if tool == "nsys":
         monkeypatch.setattr(profile.Profiler, "on_start", _start_without_check)
     settings = {"profile.start": "2", "profile.steps": "1", "profile.tool": tool}
-    train(tmp_path, SHORT | settings, marks)
+    train(tmp_path, SHORT | settings, ranges)
     assert "callback Profiler failed in" in (tmp_path / "log.txt").read_text()
-    assert marks.marker is None
+    assert ranges.marker is None
     assert len(hooks._global_forward_hooks) == before
 
 
@@ -399,7 +399,7 @@ class CounterWriter(Callback):
 
 def _measure_energy(rank: int, world: int, run: TrainRun, path: Path, counters: Path) -> None:
     os.environ["RANK"] = str(rank)
-    profile.open_rapl_counter = lambda: open_rapl_counter(counters)  # type: ignore[attr-defined]
+    energy_callback.open_rapl_counter = lambda: open_rapl_counter(counters)  # type: ignore[attr-defined]
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     callbacks = [CounterWriter(counters)]
     run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
@@ -436,10 +436,10 @@ def test_power_is_the_energy_over_the_time_that_it_was_measured_in(
     run: Any = types.SimpleNamespace(
         mesh=build_single_rank_mesh(), device=CPU, is_logged=lambda step: step % 2 == 0
     )
-    monkeypatch.setattr(profile, "all_reduce_", send)
-    monkeypatch.setattr(profile, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(profile, "open_rapl_counter", lambda: lambda: 2.0 * now)
-    meter, rows = profile.EnergyMeter(), []
+    monkeypatch.setattr(energy_callback, "all_reduce_", send)
+    monkeypatch.setattr(energy_callback, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(energy_callback, "open_rapl_counter", lambda: lambda: 2.0 * now)
+    meter, rows = energy_callback.EnergyMeter(), []
     meter.on_start(run)
     for step in range(1, 7):
         now += 5.0
@@ -458,7 +458,7 @@ def test_power_is_the_energy_over_the_time_that_it_was_measured_in(
 def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml: Any = types.ModuleType("pynvml")
     nvml.__spec__ = ModuleSpec("pynvml", None)
-    nvml.NVMLError = KeyError
+    nvml.NVMLError = OSError
     nvml.nvmlInit = lambda: None
     handles = {b"GPU-1234": "device"}
     nvml.nvmlDeviceGetHandleByUUID = handles.__getitem__
@@ -470,11 +470,119 @@ def test_energy_of_gpus_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     counter = open_nvml_counter(CPU)
     assert counter is not None and counter() == 2.5
-    readings.clear()  # the driver has stopped
+    readings.clear()  # the driver has stopped: an error of another type than NVMLError
     assert math.isnan(counter())
     assert open_nvml_counter(CPU) is None  # the driver does not know the device
     monkeypatch.setattr(energy, "find_spec", lambda name: None)
     assert open_nvml_counter(CPU) is None
+
+
+def test_energy_of_a_gpu_that_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine and each GPU has one source."""
+    properties = lambda device: types.SimpleNamespace(uuid=f"uuid-{device.index}")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    devices: list[Any] = [types.SimpleNamespace(type="cuda", index=n) for n in (0, 0, 1)]
+    sources = [energy_callback.describe_source(device) for device in devices]
+    assert sources == ["GPU-uuid-0", "GPU-uuid-0", "GPU-uuid-1"]
+    monkeypatch.setattr(energy_callback.platform, "node", lambda: "another")
+    if energy_callback.BOOT_ID.exists():
+        assert energy_callback.describe_source(CPU) == energy_callback.BOOT_ID.read_text().strip()
+
+
+def test_dump_of_a_step_that_is_repeated_replaces_the_file(tmp_path: Path) -> None:
+    """The run fails after step 4 was dumped, and resumes from step 2."""
+
+    class Failure(Callback):
+        collective = True
+
+        def after_step(self, finished: Any, metrics: Any) -> None:
+            if finished.step == 4:
+                raise RuntimeError("planted")
+
+    settings = SHORT | {"checkpoint.every": "2", "observe.dump.every": "4"}
+    settings |= {"observe.dump.weights": "true"}
+    with pytest.raises(RuntimeError, match="planted"):
+        train(tmp_path, settings, Failure())
+    file = tmp_path / "dumps" / "step_0000004" / "rank_00000.safetensors"
+    first = file.read_bytes()
+    file.write_bytes(b"of the first run")
+    (file.parent / f"{file.name}.tmp").write_bytes(b"of a killed run")
+    train(tmp_path, settings)
+    assert "TensorDump failed" not in (tmp_path / "log.txt").read_text()
+    assert file.read_bytes() == first
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_dumps_are_copied_to_the_host_by_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def copy(clones: Any, cloned: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return clones
+
+    monkeypatch.setattr(dump, "copy_to_host", copy)
+    train(tmp_path, SHORT | {"observe.dump.every": "4", "observe.dump.weights": "true"})
+    assert threads == ["dump_0"]
+
+
+def test_trace_is_written_by_a_thread_and_a_large_one_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    read = profile.read_events
+
+    def read_events(path: Path) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(path)
+
+    monkeypatch.setattr(profile, "read_events", read_events)
+    train(tmp_path / "small", SHORT | {"profile.start": "2"})
+    assert threads == ["profile_0"]
+    assert " calls  aten::" in (tmp_path / "small" / "log.txt").read_text()
+    trace = tmp_path / "small" / "profile" / "rank_00000.json"
+    assert [*read(trace)] == json.loads(trace.read_text())["traceEvents"]
+    monkeypatch.setattr(profile, "MAX_LISTED_NBYTES", 1)
+    train(tmp_path / "large", SHORT | {"profile.start": "2"})
+    assert "its operations are not listed, because" in (tmp_path / "large" / "log.txt").read_text()
+    assert threads == ["profile_0"]
+
+
+def test_memory_is_logged_after_steps_1_and_2_by_default(tmp_path: Path) -> None:
+    train(tmp_path, SHORT)
+    log = (tmp_path / "log.txt").read_text()
+    assert [log.count(f"memory after step {step},") for step in (1, 2, 3, 4)] == [1, 1, 0, 0]
+
+
+def test_memory_history_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="observe.memory_history=true records the allocator of a"):
+        train(tmp_path, SHORT | {"observe.memory_history": "true"})
+
+
+def test_memory_history_is_written_if_the_weights_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the calls are recorded, in place of those of the allocator."""
+    calls: list[object] = []
+    record = lambda **options: calls.append(options)  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        with memory.record_memory_history(tmp_path, torch.device("cuda"), 3):
+            raise torch.OutOfMemoryError("planted")
+    assert calls[1:] == [str(tmp_path / "memory" / "rank_3.pickle"), {"enabled": None}]
+
+
+def test_out_of_memory_of_an_evaluation_names_it(tmp_path: Path) -> None:
+    class HugeEvaluation(Callback):
+        collective = True
+
+        def before_evaluate(self, step: int) -> None:
+            torch.empty(1 << 60)
+
+    with pytest.raises(OutOfMemory, match="ran out of memory during evaluation after step 2: "):
+        train(tmp_path, SHORT, HugeEvaluation())
 
 
 def _fail_to_estimate(*arguments: object, **options: object) -> None:
@@ -505,14 +613,14 @@ def test_out_of_memory_error_names_the_categories_and_a_change(
     with pytest.raises(OutOfMemory) as raised:
         train(tmp_path, SHORT, HugeAllocation())
     text = str(raised.value)
-    assert text.startswith("rank 0 ran out of memory in step 4: ")
+    assert text.startswith("rank 0 ran out of memory in callbacks after step 3: ")
     assert "The estimate of its memory is 0.00" in text and "weights 0.00" in text
     assert "Nearest change: --" in text
     monkeypatch.setattr(memory, "estimate_rank_memory", _fail_to_estimate)
     with pytest.raises(OutOfMemory) as raised:
         train(tmp_path / "without", SHORT, HugeAllocation())
     text = str(raised.value)
-    assert text.startswith("rank 0 ran out of memory in step 4: ")
+    assert text.startswith("rank 0 ran out of memory in callbacks after step 3: ")
     assert "There is no estimate of its memory (RuntimeError('planted')). Use more ranks" in text
 
 

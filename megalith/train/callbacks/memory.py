@@ -2,8 +2,10 @@
 that runs out of memory."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 
@@ -18,7 +20,7 @@ from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.devices import Device
 from megalith.rules.run import run_problems
-from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
+from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +50,7 @@ class MemoryReport(Callback):
         """Log a line for each pipeline and tensor-parallel rank: the largest memory of its data-
         and context-parallel ranks."""
         every = self._run.config.observe.memory_every
-        assert every is not None, "MemoryReport is used only if it is set"
-        if finished.step > 2 and finished.step % every:
+        if finished.step > 2 and (every is None or finished.step % every):
             return
         run, mesh = self._run, self._run.mesh
         base = run.prepared.memory_before_gib
@@ -76,7 +77,7 @@ class MemoryReport(Callback):
             if is_large_difference(used_nbytes, estimate, is_cpu=run.device.type == "cpu"):
                 _log.warning(text)
             else:
-                run.log(text)
+                _log.info(text)
 
 
 def describe_difference(used: int, estimate: RankMemory) -> str:
@@ -117,42 +118,31 @@ def estimate_rank_memory(run: TrainRun, world: int, *, pp_rank: int, tp_rank: in
     return place_memory(plan_workload(run, world), pp_rank, tp_rank).memory
 
 
-class MemoryHistory(Callback):
-    """Records allocations, and writes them if this rank runs out of memory
-    (observe.memory_history)."""
+@contextmanager
+def record_memory_history(folder: Path, device: torch.device, rank: int) -> Iterator[None]:
+    """Record the allocations of a GPU inside the context, and write them if this rank runs out of
+    memory, which may happen before the first step (observe.memory_history).
 
-    def on_start(self, run: RunView) -> None:
-        """Start to record.
-
-        Raises:
-            ConfigError: this rank has no GPU.
-        """
-        self._run = run
-        if run.device.type == "cpu":
-            raise ConfigError(
-                "observe.memory_history=true records the allocator of a GPU, and the device of "
-                f"rank {run.mesh.world.rank} is {run.device.type}. Set "
-                "observe.memory_history=false."
-            )
-        torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
-
-    def on_error(self, error: BaseException) -> None:
-        """Write the history if this rank has run out of memory."""
-        if is_out_of_memory(error):
-            rank, step = self._run.mesh.world.rank, self._run.step + 1
-            path = self._run.folder.path / "memory" / f"rank_{rank}_step_{step}.pickle"
+    Raises:
+        ConfigError: this rank has no GPU.
+    """
+    if device.type == "cpu":
+        raise ConfigError(
+            "observe.memory_history=true records the allocator of a GPU, and the device of rank "
+            f"{rank} is {device.type}. Set observe.memory_history=false."
+        )
+    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            path = folder / "memory" / f"rank_{rank}.pickle"
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
             _log.error("the allocations of rank %d are in %s", rank, path)
-        self._stop()
-
-    def on_end(self, outcome: Outcome) -> None:
-        """Stop recording."""
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._run.device.type != "cpu":
-            torch.cuda.memory._record_memory_history(enabled=None)
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 _TEXTS = "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
