@@ -212,11 +212,26 @@ def translate_measurements(draft: Draft) -> None:
         if arguments.value(flag):
             draft.put(flag, setting, True)
     draft.copy("--log-memory-interval")
+    _translate_dumps(draft)
     if arguments.value(gc_flag):
         draft.put(gc_flag, "train.gc_interval", arguments.value(interval_flag) or 100)
     elif arguments.given(interval_flag):
         draft.report("already", interval_flag, f"takes effect only with {gc_flag}")
     _translate_profile(draft)
+
+
+def _translate_dumps(draft: Draft) -> None:
+    """Translate dumps of weights and gradients, which have one interval."""
+    flags = {"--save-params-interval": "weights", "--save-wgrads-interval": "gradients"}
+    intervals = {flag: value for flag in flags if (value := draft.arguments.value(flag))}
+    for flag, interval in intervals.items():
+        draft.put(flag, "observe.dump.every", interval)
+        draft.put(flag, f"observe.dump.{flags[flag]}", True)
+    if len(set(intervals.values())) > 1:
+        given = " and ".join(f"{flag} {interval}" for flag, interval in intervals.items())
+        draft.problems.append(
+            f"{given}: dumps have one interval, observe.dump.every. Use the same one for both."
+        )
 
 
 _PROFILE = (
@@ -236,7 +251,9 @@ def _translate_profile(draft: Draft) -> None:
             if arguments.given(flag):
                 draft.report("already", flag, "takes effect only with --profile")
         return
-    start, end, ranks, torch_flag, shapes, stacks = _PROFILE
+    start, end = _PROFILE[:2]
+    ranks, torch_flag = _PROFILE[2:4]
+    shapes, stacks = _PROFILE[4:]
     tool = "torch" if arguments.value(torch_flag) else "nsys"
     draft.put("--profile", "profile.tool", tool)
     if arguments.given(torch_flag):
@@ -245,6 +262,11 @@ def _translate_profile(draft: Draft) -> None:
     draft.put(start, "profile.start", first + 1)
     draft.put(end, "profile.steps", max(1, last - first), of=(start,))
     words = arguments.value(ranks) or []
+    draft.problems += [
+        f"{ranks} {word}: expected the numbers of ranks. Use for example {ranks} 0 1."
+        for word in words
+        if not word.isdigit()
+    ]
     draft.put(ranks, "profile.ranks", [int(word) for word in words if word.isdigit()])
     for flag, setting in ((shapes, "profile.shapes"), (stacks, "profile.stacks")):
         if arguments.value(flag):

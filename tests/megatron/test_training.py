@@ -451,6 +451,27 @@ def test_profiles_and_measurements(tiny: Translate) -> None:
     assert "takes effect only with --manual-gc" in texts
 
 
+def test_intervals_of_saved_tensors_become_dumps(tiny: Translate) -> None:
+    run = tiny("--save-params-interval 4 --save-wgrads-interval 4").run
+    assert run is not None
+    dump = run.observe.dump
+    assert (dump.every, dump.weights, dump.gradients) == (4, True, True)
+    run = tiny("--save-wgrads-interval 3").run
+    assert run is not None
+    assert (run.observe.dump.every, run.observe.dump.weights) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--save-params-interval 4 --save-wgrads-interval 2", "dumps have one interval, observe"),
+        ("--profile --profile-ranks 0 all", "--profile-ranks all: expected the numbers of ranks."),
+    ],
+)
+def test_invalid_measurements_are_reported(tiny: Translate, arguments: str, message: str) -> None:
+    assert any(message in problem for problem in tiny(arguments).problems)
+
+
 def test_validation_sets_become_suites(tiny: Translate) -> None:
     run = tiny("--full-validation --eval-interval 10 --eval-micro-batch-size 3").run
     assert run is not None and run.train.eval_steps == 0
