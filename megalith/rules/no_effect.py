@@ -438,6 +438,30 @@ UNUSED: tuple[Unused, ...] = (
         "only blends with weights use it",
     ),
     Unused(
+        ("observe.dump",),
+        lambda run, world: run.observe.dump.every is None,
+        "with observe.dump.every unset nothing is dumped",
+    ),
+    Unused(
+        ("profile",),
+        lambda run, world: run.profile.start is None,
+        "with profile.start unset nothing is profiled",
+    ),
+    Unused(
+        ("profile.shapes", "profile.stacks", "profile.memory", "profile.warmup"),
+        lambda run, world: run.profile.start is not None and run.profile.tool == "nsys",
+        "they belong to profile.tool=torch",
+    ),
+    Unused(
+        ("profile.warmup",),
+        lambda run, world: (
+            run.profile.start is not None
+            and run.profile.tool == "torch"
+            and run.profile.warmup >= run.profile.start
+        ),
+        "fewer steps precede profile.start, and all of them are warmup",
+    ),
+    Unused(
         ("tokenizer.add_special_tokens",),
         lambda run, world: run.tokenizer.kind not in FILES,
         "only tokenizers read from files have special tokens",

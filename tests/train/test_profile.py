@@ -27,6 +27,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
+from megalith.rules.no_effect import unused_notes
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -252,6 +253,23 @@ def test_missing_device_ends_the_run(
 def test_invalid_windows_are_rejected(settings: dict[str, str], message: str) -> None:
     (problem,) = run_problems(tiny_run(settings), 1)
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"observe.dump.weights": "true"}, "observe.dump.weights=true: no effect here, because wi"),
+        ({"profile.shapes": "true"}, "profile.shapes=true: no effect here, because with profile."),
+        (
+            {"profile.start": "3", "profile.tool": "nsys", "profile.shapes": "true"},
+            "profile.shapes=true: no effect here, because they belong to profile.tool=torch",
+        ),
+        ({"profile.start": "3", "profile.warmup": "3"}, "profile.warmup=3: no effect here, becau"),
+    ],
+)
+def test_settings_without_effect_are_reported(settings: dict[str, str], note: str) -> None:
+    (text,) = [each for each in unused_notes(tiny_run(settings), 2) if each.startswith(note[:12])]
+    assert text.startswith(note)
 
 
 def test_failure_of_the_profiler_does_not_end_the_run(
