@@ -3,6 +3,7 @@ are reported together."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import entry_points
 
@@ -22,7 +23,7 @@ from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.kernels import explicit_backend_problems
-from megalith.plan.param_groups import pattern_problems
+from megalith.plan.param_groups import named_parameters, pattern_problems
 from megalith.plan.recompute import (
     mlp_chunks_problems,
     recompute_problems,
@@ -90,6 +91,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         problems += budget_problems(t, p, run.data)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
+        problems += dump_problems(run)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             if not packed:
@@ -133,6 +135,19 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         + suite_problems(run)
         + profile_problems(run.profile, steps=t.steps, world=world)
     )
+
+
+def dump_problems(run: TrainRun) -> list[str]:
+    """Return the messages of patterns of observe.dump.only that match no parameter."""
+    if not run.observe.dump.only:
+        return []
+    names = [each.name for each in named_parameters(run.model, run.lora)]
+    return [
+        f"observe.dump.only={pattern}: matches no parameter.{did_you_mean(pattern, names)} Use for "
+        f"example {names[0]}."
+        for pattern in run.observe.dump.only
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def pipeline_problems(run: TrainRun, dp: int) -> list[str]:

@@ -247,6 +247,7 @@ def test_missing_device_ends_the_run(
     [
         ({"profile.start": "8"}, "ends at step 9, and the run at train.steps=8. Set profile.start"),
         ({"profile.start": "2", "profile.ranks": "1"}, "profile.ranks=1: the run has 1 ranks. Use"),
+        ({"observe.dump.only": "embd.*"}, "observe.dump.only=embd.*: matches no parameter."),
         ({"observe.dump.every": "2"}, "observe.dump.every=2: nothing is dumped. Set observe.dump."),
     ],
 )
