@@ -60,7 +60,8 @@ class MemoryReport(Callback):
         for each in gather_objects(used, mesh.world):
             assert isinstance(each, tuple)
             largest[each[0]] = max(each[1], largest.get(each[0], 0.0))
-        metrics["memory_used_gib"] = round(max(largest.values()), 3)
+        if every is not None:
+            metrics["memory_used_gib"] = round(max(largest.values()), 3)
         if not run.is_writer:
             return
         for (pp_rank, tp_rank), used_gib in sorted(largest.items()):
