@@ -215,6 +215,35 @@ class Splits:
     """Messages about the datasets for the log."""
 
 
+def build_dataset(
+    data: DataConfig,
+    samples: SampleSettings,
+    tokenizer: Tokenizer,
+    *,
+    split: str,
+    num_samples: int | None,
+    tokenizer_path: str | None,
+) -> Dataset | None:
+    """Build the dataset of one split: train, valid or test. None if it has no data.
+
+    Raises:
+        ConfigError, DataError: as `build_datasets`.
+    """
+    counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
+    counts[split] = num_samples
+    splits = build_datasets(
+        data,
+        samples,
+        train_samples=counts["train"],
+        valid_samples=counts["valid"],
+        test_samples=counts["test"],
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+    )
+    dataset: Dataset | None = getattr(splits, split)
+    return dataset
+
+
 def build_datasets(
     data: DataConfig,
     samples: SampleSettings,

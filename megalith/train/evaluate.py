@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
-from megalith.data.build import Splits, build_datasets
+from megalith.data.build import build_dataset
 from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_settings, build_pack
 from megalith.data.sample import Dataset, HasDocumentLengths, SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
@@ -208,18 +208,15 @@ def run_evaluation(
         ConfigError: the split is empty.
     """
     tokenizer = build_tokenizer(run.tokenizer)
-    counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
-    counts[split] = samples
-    splits: Splits = build_datasets(
+    settings = SampleSettings.of_run(run, eod=tokenizer.eod)
+    dataset = build_dataset(
         run.data,
-        SampleSettings.of_run(run, eod=tokenizer.eod),
-        train_samples=counts["train"],
-        valid_samples=counts["valid"],
-        test_samples=counts["test"],
-        tokenizer=tokenizer,
+        settings,
+        tokenizer,
+        split=split,
+        num_samples=samples,
         tokenizer_path=run.tokenizer.path,
     )
-    dataset: Dataset | None = getattr(splits, split)
     if dataset is None:
         raise ConfigError(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that "

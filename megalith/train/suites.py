@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megalith import storage
 from megalith.config.data import SFTConfig
 from megalith.config.train import SuiteConfig, TrainRun, is_suite_name
-from megalith.data.build import build_datasets
+from megalith.data.build import build_dataset
 from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_settings
 from megalith.data.sample import Dataset, PackedSample, SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
@@ -124,18 +124,14 @@ def _open_text(run: TrainRun, config: SuiteConfig, tokenizer: Tokenizer) -> "Tex
             split=None,
             sft=SFTConfig(),
         )
-    counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
-    counts[split] = config.num_samples
-    splits = build_datasets(
+    dataset = build_dataset(
         data,
         replace(SampleSettings.of_run(run, eod=tokenizer.eod), keep_partial=True),
-        train_samples=counts["train"],
-        valid_samples=counts["valid"],
-        test_samples=counts["test"],
-        tokenizer=tokenizer,
+        tokenizer,
+        split=split,
+        num_samples=config.num_samples,
         tokenizer_path=run.tokenizer.path,
     )
-    dataset: Dataset | None = getattr(splits, split)
     if dataset is None or dataset.num_samples == 0:
         source = f"split={config.split}" if config.split else f"path={' '.join(config.path)}"
         raise ConfigError(f"{source} has no samples. Use a set of more tokens.")

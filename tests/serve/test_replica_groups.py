@@ -15,6 +15,7 @@ from tests.serve.test_replicas import (
     prompt_request,
     read,
     run_cluster,
+    start_fake_processes,
     wait_until,
 )
 
@@ -143,13 +144,7 @@ def test_restart_of_a_replica_drains_and_replaces_its_group(
         client = cluster.client
         processes: dict[int, Any] = {0: FakeProcess(), 2: FakeProcess()}
         supervisor = EngineSupervisor(client, {}, _processes=processes)
-
-        async def start_process(self: EngineSupervisor, group: range) -> None:
-            process: Any = FakeProcess()
-            self._processes[group.start] = process
-            await cluster.start(group.start)
-
-        monkeypatch.setattr(EngineSupervisor, "_start_process", start_process)
+        start_fake_processes(monkeypatch, cluster)
         watch = asyncio.create_task(supervisor.watch())
         async with client.generate([prompt_request()], uid="a") as generation:
             message = await receive_request(cluster, 0)

@@ -16,6 +16,7 @@ from tests.serve.test_replicas import (
     prompt_request,
     read,
     run_cluster,
+    start_fake_processes,
     wait_until,
 )
 
@@ -249,13 +250,7 @@ def test_replica_without_the_updated_weights_is_not_reported_as_restarted(
         client = cluster.client
         processes: dict[int, Any] = {0: FakeProcess(), 1: FakeProcess()}
         supervisor = EngineSupervisor(client, {}, _processes=processes)
-
-        async def start_process(self: EngineSupervisor, group: range) -> None:
-            process: Any = FakeProcess()
-            self._processes[group.start] = process
-            await cluster.start(group.start)
-
-        monkeypatch.setattr(EngineSupervisor, "_start_process", start_process)
+        start_fake_processes(monkeypatch, cluster)
         watch = asyncio.create_task(supervisor.watch())
         await (await start_update(cluster, "new", {}, {}))
         restart = asyncio.create_task(supervisor.restart_replica(1))

@@ -151,6 +151,17 @@ def run_cluster(
     asyncio.run(run())
 
 
+def start_fake_processes(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
+    """Let a supervisor start fake processes."""
+
+    async def start_process(self: EngineSupervisor, group: range) -> None:
+        process: Any = FakeProcess()
+        self._processes[group.start] = process
+        await cluster.start(group.start)
+
+    monkeypatch.setattr(EngineSupervisor, "_start_process", start_process)
+
+
 def prompt_request(token_ids: list[int] | None = None, **params: Any) -> PromptRequest:
     return PromptRequest(token_ids or PROMPT, SamplingParams(**params))
 
