@@ -33,8 +33,8 @@ updated weights; if forward waits for it layer by layer, only its start."""
 _UNTIMED = nullcontext()
 
 
-class RangeMarker(Protocol):
-    """Marks the start and the end of ranges in a profiler."""
+class ProfilerRanges(Protocol):
+    """Annotates ranges of time in a profiler: NVTX, or `torch.profiler.record_function`."""
 
     def push(self, name: str) -> None:
         """Start a range, within the current one."""
@@ -54,8 +54,8 @@ class Timers:
     def __init__(self, *, level: int = 0, device: torch.device | None = None) -> None:
         """`level`: observe.timer_level, 0: nothing is measured; `device`: of this rank."""
         self.level = level
-        self.marker: RangeMarker | None = None
-        """Receives every section while a profiler records."""
+        self.ranges: ProfilerRanges | None = None
+        """Annotates every section while a profiler records."""
 
         self._uses_events = (
             device is not None
@@ -66,7 +66,7 @@ class Timers:
 
     def section(self, name: str) -> AbstractContextManager[object]:
         """Return a context that measures one of `SECTION_LEVELS`."""
-        if self.level == 0 and self.marker is None:
+        if self.level == 0 and self.ranges is None:
             return _UNTIMED
         return _Section(self, name, is_timed=SECTION_LEVELS[name] <= self.level)
 
@@ -122,15 +122,15 @@ class Timers:
 class _Section:
     """Context of one section."""
 
-    __slots__ = ("_is_timed", "_marker", "_name", "_started", "_timers")
+    __slots__ = ("_is_timed", "_name", "_ranges", "_started", "_timers")
 
     def __init__(self, timers: Timers, name: str, *, is_timed: bool) -> None:
         self._timers, self._name, self._is_timed = timers, name, is_timed
-        self._marker = timers.marker
+        self._ranges = timers.ranges
 
     def __enter__(self) -> None:
-        if self._marker is not None:
-            self._marker.push(self._name)
+        if self._ranges is not None:
+            self._ranges.push(self._name)
         if self._is_timed:
             self._started = self._timers.start()
 
@@ -142,8 +142,8 @@ class _Section:
     ) -> None:
         if self._is_timed:
             self._timers.stop(self._name, self._started)
-        if self._marker is not None:
-            self._marker.pop()
+        if self._ranges is not None:
+            self._ranges.pop()
 
 
 def summarize_times(

@@ -93,10 +93,10 @@ def test_every_section_has_a_level() -> None:
         Timers(level=1).section("unknown")
 
 
-def test_a_marker_receives_sections_of_all_levels() -> None:
+def test_profiler_annotates_sections_of_all_levels() -> None:
     events: list[str] = []
 
-    class Marker:
+    class Ranges:
         def push(self, name: str) -> None:
             events.append(name)
 
@@ -104,7 +104,7 @@ def test_a_marker_receives_sections_of_all_levels() -> None:
             events.append("end")
 
     measured = Timers()
-    measured.marker = Marker()
+    measured.ranges = Ranges()
     with measured.section("optimizer"), measured.section("forward"):
         pass
     assert events == ["optimizer", "forward", "end", "end"]

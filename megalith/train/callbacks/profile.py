@@ -136,7 +136,7 @@ class Profiler(Callback):
         else:
             self._profiler = self._build(_start(config) - step)
             self._profiler.start()
-        trainer.timers.marker = SectionRanges(nvtx=config.tool == "nsys")
+        trainer.timers.ranges = SectionRanges(nvtx=config.tool == "nsys")
 
     @property
     def _is_open(self) -> bool:
@@ -213,7 +213,7 @@ class Profiler(Callback):
 
     def _stop_ranges(self) -> None:
         """Remove the ranges of sections and layers."""
-        self._run.prepared.trainer.timers.marker = None
+        self._run.prepared.trainer.timers.ranges = None
         if self._layers is not None:
             self._layers.stop()
         self._profiler = self._layers = None
