@@ -172,9 +172,10 @@ def run_suite(
         CheckpointError: the run has no checkpoint yet, or it is of another model.
     """
     if name not in run.evaluate:
+        names = f"Use one of {', '.join(run.evaluate)}, or set" if run.evaluate else "Set"
         raise ConfigError(
             f"--suite={name}: the run has no suite of this name.{did_you_mean(name, run.evaluate)} "
-            f"Use one of {', '.join(run.evaluate) or 'none'}, or set --evaluate.{name}.path."
+            f"{names} --evaluate.{name}.path."
         )
     tokenizer = build_tokenizer(run.tokenizer)
     suite = open_suite(run, name, tokenizer)

@@ -314,6 +314,8 @@ def test_suites_have_their_own_steps_and_metrics(tmp_path: Path) -> None:
     assert metrics == {name: rows[-1][name] for name in metrics}
     with pytest.raises(ConfigError, match="--suite=qiz: the run has no suite of this name. Did yo"):
         run_suite(run, folder, mesh, CPU, name="qiz")
+    with pytest.raises(ConfigError, match=r"no suite of this name\. Set --evaluate\.quiz\.path\.$"):
+        run_suite(tiny_run(), folder, mesh, CPU, name="quiz")
 
 
 def test_missing_data_of_a_suite_ends_the_run_at_the_start(tmp_path: Path) -> None:
