@@ -226,12 +226,20 @@ def _tracker_problems(config: ObserveConfig) -> list[str]:
 
 def _uri_problem(uri: str) -> str | None:
     """Return what is wrong with a tracking URI; the text never contains its credentials."""
-    if "@" in uri and not uri.startswith(("file:", "sqlite:")):
+    is_http = uri.startswith(("http://", "https://"))
+    network_location = uri.removeprefix("http://").removeprefix("https://").split("/")[0]
+    _, at, host = network_location.rpartition("@")
+    if at and not uri.startswith(("file:", "sqlite:")):
         return (
-            f"observe.mlflow.tracking_uri=***@{uri.rpartition('@')[2]}: credentials in the address "
-            "would be written to config.yaml and sent to the trackers. Remove everything before "
-            "the host, and set the environment variables MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD."
+            f"observe.mlflow.tracking_uri=***@{host}: credentials in the address would be written "
+            "to config.yaml and sent to the trackers. Remove everything before the host, and set "
+            "the environment variables MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+        )
+    if is_http and "?" in uri:
+        return (
+            f"observe.mlflow.tracking_uri={uri.partition('?')[0]}?***: credentials in a query "
+            "would be written to config.yaml and sent to the trackers. Remove the query, and set "
+            "the environment variable MLFLOW_TRACKING_TOKEN."
         )
     if _is_mlflow_uri(uri):
         return None
@@ -265,10 +273,14 @@ def profile_problems(config: ProfileConfig, *, steps: int, world: int) -> list[s
     ]
     last = config.start + config.steps - 1
     if last > steps:
+        fixes = []
+        if config.steps <= steps:
+            fixes.append(f"profile.start to at most {steps - config.steps + 1}")
+        if config.start <= steps:
+            fixes.append(f"profile.steps to at most {steps - config.start + 1}")
+        fix = ", or ".join(fixes) or f"profile.start to 1 and profile.steps to at most {steps}"
         problems.append(
             f"profile.start={config.start} with profile.steps={config.steps} ends at step {last}, "
-            f"and the run at train.steps={steps}. Set profile.start to "
-            f"{max(1, steps - config.steps + 1)} or less, or profile.steps to "
-            f"{max(1, steps - config.start + 1)} or less."
+            f"and the run at train.steps={steps}. Set {fix}."
         )
     return problems

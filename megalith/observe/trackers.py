@@ -9,9 +9,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import takewhile
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,9 @@ class Tracker(Protocol):
     setting: str
     """Setting of the tracker."""
 
+    max_metrics: int
+    """Numbers in one request."""
+
     advice: str
     """What to do if it cannot be reached."""
 
@@ -59,25 +62,32 @@ class RunIds:
 
     def __init__(self, path: Path, *, is_resumed: bool) -> None:
         """A run that starts from the beginning gets new ids."""
-        self._path = path
+        self._path, self._lock = path, threading.Lock()  # of the threads of the trackers
         if not is_resumed:
             storage.remove_file(path)
 
     def read(self, key: str) -> str | None:
         """Return the id in a tracker; None if it has none."""
-        ids = json.loads(self._path.read_bytes()) if self._path.exists() else {}
+        with self._lock:
+            ids = self._read_all()
         return str(ids[key]) if key in ids else None
 
     def write(self, key: str, run_id: str) -> None:
         """Store the id in a tracker."""
-        ids = json.loads(self._path.read_bytes()) if self._path.exists() else {}
-        storage.replace_file(self._path, json.dumps(ids | {key: run_id}).encode())
+        with self._lock:
+            ids = self._read_all() | {key: run_id}
+            storage.replace_file(self._path, json.dumps(ids).encode())
+
+    def _read_all(self) -> dict[str, str]:
+        ids: dict[str, str] = json.loads(self._path.read_bytes()) if self._path.exists() else {}
+        return ids
 
 
 class WandbTracker:
     """Run of Weights & Biases."""
 
     setting = "observe.wandb"
+    max_metrics = 10_000  # it sends rows by itself
     advice = "Log in with `wandb login`, or set observe.wandb.mode=offline"
 
     def __init__(
@@ -93,12 +103,17 @@ class WandbTracker:
         `flush_seconds`: longest wait of W&B at the end, also that of its exit handler.
 
         Raises:
-            ConfigError: the package is not installed.
+            ConfigError: the package is not installed, or too old.
         """
         require_package(self.setting, "wandb", "wandb")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the vendor, not to the project
         import wandb
 
+        if "prompt" not in signature(wandb.login).parameters:
+            raise ConfigError(
+                f"{self.setting} needs wandb 0.31 or newer, and {wandb.__version__} is installed. "
+                "Run pip install -U wandb."
+            )
         self._wandb: Any = wandb  # Any: the optional package
         self._config, self._settings = config, settings
         self._ids, self._folder = ids, folder
@@ -112,20 +127,24 @@ class WandbTracker:
         If W&B has later steps than `step`, it is rewound; a server that cannot do that gets a new
         run, whose config names the old one as `resumed_from`.
         """
+        if self._run is None:  # else another attempt, because the id could not be stored
+            self._run = self._open(step)
+        self._ids.write(self._key, self._run.id)
+
+    def _open(self, step: int) -> Any:  # Any: as above
         if self._config.mode == "online" and not self._wandb.login(prompt=False):
             raise ConfigError("not logged in")
         before = self._ids.read(self._key)
         if before is None or self._config.mode == "offline":
-            self._run = self._init(resumed_from=before)  # offline runs cannot be continued
-        else:
-            self._run = self._init(id=before, resume="allow")
-            if self._run.step > step + 1:
-                self._run.finish()
-                try:
-                    self._run = self._init(resume_from=f"{before}?_step={step}")
-                except self._wandb.Error:
-                    self._run = self._init(resumed_from=before)
-        self._ids.write(self._key, self._run.id)
+            return self._init(resumed_from=before)  # offline runs cannot be continued
+        run = self._init(id=before, resume="allow")
+        if run.step <= step + 1:
+            return run
+        run.finish()
+        try:
+            return self._init(resume_from=f"{before}?_step={step}")
+        except self._wandb.Error:
+            return self._init(resumed_from=before)
 
     def _init(self, *, resumed_from: str | None = None, **options: str) -> Any:  # Any: as above
         config, settings = self._config, to_dict(self._settings)
@@ -162,6 +181,7 @@ class WandbTracker:
     def finish(self, *, failed: bool) -> None:
         """Send the remaining rows and end the run."""
         self._run.finish(exit_code=int(failed))
+        self._run = None
 
 
 class MlflowTracker:
@@ -170,7 +190,9 @@ class MlflowTracker:
     setting = "observe.mlflow"
     advice = "Check observe.mlflow.tracking_uri, and the credentials of the server"
 
-    MAX_METRICS, MAX_PARAMS, MAX_CHARACTERS = 1000, 100, 500
+    max_metrics = 1000
+
+    MAX_PARAMS, MAX_CHARACTERS = 100, 500
     """Limits of one request; the last one is that of older servers for a parameter."""
 
     def __init__(self, config: MlflowConfig, settings: object, ids: RunIds) -> None:
@@ -227,8 +249,8 @@ class MlflowTracker:
             for row in rows
             for name, value in _select_scalars(row).items()
         ]
-        for first in range(0, len(metrics), self.MAX_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[first : first + self.MAX_METRICS])
+        for first in range(0, len(metrics), self.max_metrics):
+            self._client.log_batch(self._id, metrics=metrics[first : first + self.max_metrics])
 
     def link_checkpoint(self, path: Path) -> None:
         """Write the path into a tag of the run."""
@@ -347,7 +369,8 @@ class TrackerThread:
         return bool(self._waiting or self._unsent) or self._failed is not None
 
     def _send(self) -> None:
-        """Send the messages in order, rows that follow each other together."""
+        """Send the messages in order, rows that follow each other together, as many as one request
+        takes: another attempt must not send them again."""
         while self._unsent:
             message, num_sent = self._unsent[0], 1
             if isinstance(message, int):
@@ -359,11 +382,7 @@ class TrackerThread:
             elif isinstance(message, Path):
                 self._tracker.link_checkpoint(message)
             else:
-                rows = [
-                    each
-                    for each in takewhile(lambda each: isinstance(each, Mapping), self._unsent)
-                    if isinstance(each, Mapping)
-                ]
+                rows = _take_rows(self._unsent, max_metrics=self._tracker.max_metrics)
                 self._tracker.write(rows)
                 num_sent = len(rows)
             for _ in range(num_sent):
@@ -381,6 +400,20 @@ class TrackerThread:
             MAX_WAITING_ROWS,
             self._tracker.advice,
         )
+
+
+def _take_rows(messages: Iterable[Message], *, max_metrics: int) -> list[Row]:
+    """Return the first rows, up to the first other message or to so many metrics; at least one."""
+    rows: list[Row] = []
+    num_metrics = 0
+    for message in messages:
+        if not isinstance(message, Mapping):
+            break
+        num_metrics += len(message)
+        if rows and num_metrics > max_metrics:
+            break
+        rows.append(message)
+    return rows
 
 
 def _drop_rows(messages: deque[Message]) -> int:

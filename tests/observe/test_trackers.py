@@ -6,8 +6,10 @@ import logging
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,6 +36,7 @@ class FakeTracker:
     """Records the calls; `failures`: how often starting fails."""
 
     setting = "observe.fake"
+    max_metrics = 1000
     advice = "Start the server"
 
     def __init__(self, *, failures: int = 0) -> None:
@@ -161,6 +164,67 @@ class FakeWandb(types.ModuleType):
         return types.SimpleNamespace(
             id=run_id, step=start, log=log, summary={}, finish=lambda exit_code=0: None
         )
+
+
+def test_threads_store_their_ids_in_one_file(tmp_path: Path) -> None:
+    for trial in range(30):
+        ids = RunIds(tmp_path / f"{trial}.json", is_resumed=False)
+        with ThreadPoolExecutor(4) as executor:
+            list(executor.map(lambda key, ids=ids: ids.write(key, key.upper()), "abcdefgh"))
+        assert [ids.read(key) for key in "abcdefgh"] == [*"ABCDEFGH"]
+
+
+def test_rows_that_were_sent_are_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The second request fails once."""
+
+    class Failing(FakeTracker):
+        max_metrics = 4
+        num_requests = 0
+
+        def write(self, rows: Sequence[Row]) -> None:
+            self.num_requests += 1
+            assert len(rows) <= 2
+            if self.num_requests == 2:
+                raise ConnectionError("planted")
+            super().write(rows)
+
+    tracker = Failing()
+    tracker.release.clear()
+    thread = TrackerThread(tracker, step=0, retry_seconds=0.01)
+    for step in range(1, 7):
+        thread.put({"step": step, "loss": 1.0})
+    tracker.release.set()
+    deadline = time.monotonic() + 60
+    while len(tracker.events) < 7:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    thread.close(failed=False, seconds=60)
+    assert tracker.events == [("start", 0), 1, 2, 3, 4, 5, 6, ("finish", False)]
+    assert "planted" in caplog.text
+
+
+def test_wandb_run_is_kept_if_its_id_cannot_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    ids = RunIds(tmp_path / "absent" / "trackers.json", is_resumed=False)
+    tracker = WandbTracker(WandbConfig(project="p"), tiny_run(), ids, tmp_path)
+    with pytest.raises(FileNotFoundError):
+        tracker.start(0)
+    (tmp_path / "absent").mkdir()
+    tracker.start(0)
+    assert len(fake.inits) == 1 and ids.read("observe.wandb online /p") == "run1"
+
+
+def test_old_wandb_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setattr(fake, "login", lambda: True)
+    monkeypatch.setattr(fake, "__version__", "0.20.1", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    ids = RunIds(tmp_path / "trackers.json", is_resumed=False)
+    with pytest.raises(ConfigError, match=r"needs wandb 0\.31 or newer, and 0\.20\.1 is installed"):
+        WandbTracker(WandbConfig(project="p"), tiny_run(), ids, tmp_path)
 
 
 def write_steps(folder: Path, steps: range, *, is_resumed: bool, **config: Any) -> None:
@@ -313,7 +377,7 @@ def test_mlflow_gets_parameters_and_metrics_in_batches(
             events.append((status, run_id))
 
     install_mlflow(monkeypatch, Client)
-    monkeypatch.setattr(MlflowTracker, "MAX_METRICS", 3)
+    monkeypatch.setattr(MlflowTracker, "max_metrics", 3)
     config = MlflowConfig(tracking_uri="http://localhost:5000")
     for is_resumed, steps in ((False, (1, 2)), (True, (3, 4))):
         ids = RunIds(tmp_path / "trackers.json", is_resumed=is_resumed)

@@ -164,7 +164,8 @@ def test_invalid_settings_of_trackers_are_rejected(settings: dict[str, str], mes
 
 
 @pytest.mark.parametrize(
-    "uri", ["https://host/mlflow", "file:///data/a@b", "sqlite:///m.db", "databricks"]
+    "uri",
+    ["https://host/mlflow", "http://host/a@b", "file:///data/a@b", "sqlite:///m.db", "databricks"],
 )
 def test_addresses_of_mlflow_are_accepted(uri: str) -> None:
     assert not run_problems(tiny_run({"observe.mlflow.tracking_uri": uri}), 1)
@@ -179,6 +180,13 @@ def test_credentials_in_a_tracking_uri_are_rejected_and_not_printed(uri: str) ->
     assert problem.startswith("observe.mlflow.tracking_uri=***@host:5000: credentials in the add")
     assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in problem
     assert "sec" not in problem
+
+
+def test_query_of_a_tracking_uri_is_rejected_and_not_printed() -> None:
+    uri = "http://host:5000/?token=secret"
+    (problem,) = run_problems(tiny_run({"observe.mlflow.tracking_uri": uri}), 1)
+    assert problem.startswith("observe.mlflow.tracking_uri=http://host:5000/?***: credentials in")
+    assert "MLFLOW_TRACKING_TOKEN" in problem and "secret" not in problem
 
 
 def test_error_of_the_trackers_does_not_end_the_run(

@@ -38,7 +38,7 @@ from megalith.train.callbacks import dump, memory, profile
 from megalith.train.callbacks import energy as energy_callback
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
-from megalith.train.callbacks.profile import LayerRanges, SectionRanges
+from megalith.train.callbacks.profile import LayerRanges, Profiler, SectionRanges
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from tests.observe.test_trackers import FakeWandb
@@ -245,7 +245,19 @@ def test_missing_device_ends_the_run(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"profile.start": "8"}, "ends at step 9, and the run at train.steps=8. Set profile.start"),
+        (
+            {"profile.start": "8"},
+            "ends at step 9, and the run at train.steps=8. Set profile.start to at most 7, or "
+            "profile.steps to at most 1.",
+        ),
+        (
+            {"profile.start": "5", "profile.steps": "20"},
+            "and the run at train.steps=8. Set profile.steps to at most 4.",
+        ),
+        (
+            {"profile.start": "9", "profile.steps": "20"},
+            "Set profile.start to 1 and profile.steps to at most 8.",
+        ),
         ({"profile.start": "2", "profile.ranks": "1"}, "profile.ranks=1: the run has 1 ranks. Use"),
         ({"observe.dump.only": "embd.*"}, "observe.dump.only=embd.*: matches no parameter."),
         ({"observe.dump.every": "2"}, "observe.dump.every=2: nothing is dumped. Set observe.dump."),
@@ -531,10 +543,50 @@ def test_dump_of_a_step_that_is_repeated_replaces_the_file(tmp_path: Path) -> No
     first = file.read_bytes()
     file.write_bytes(b"of the first run")
     (file.parent / f"{file.name}.tmp").write_bytes(b"of a killed run")
+    (file.parent / "rank_00001.safetensors").write_bytes(b"of more ranks")
     train(tmp_path, settings)
     assert "TensorDump failed" not in (tmp_path / "log.txt").read_text()
     assert file.read_bytes() == first
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_rollback_removes_the_dumps_of_discarded_steps(tmp_path: Path) -> None:
+    tensor_dump = dump.TensorDump()
+    folder = RunFolder(tmp_path)
+    run: Any = types.SimpleNamespace(
+        config=tiny_run({"observe.dump.every": "2", "observe.dump.weights": "true"}),
+        folder=folder,
+        mesh=build_single_rank_mesh(),
+        is_writer=True,
+        step=0,
+    )
+    tensor_dump.on_start(run)
+    for step in (2, 4):
+        file = tmp_path / "dumps" / f"step_{step:07d}" / "rank_00000.safetensors"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"x")
+    tensor_dump.after_rollback(2)
+    assert [path.parent.name for path in (tmp_path / "dumps").glob("*/*")] == ["step_0000002"]
+
+
+@pytest.mark.parametrize(("start", "is_profiled"), [("3", True), ("2", False)])
+def test_window_after_the_resumed_step_is_profiled_with_a_shorter_warmup(
+    start: str, is_profiled: bool, tmp_path: Path
+) -> None:
+    settings = SHORT | {"train.steps": "2", "checkpoint.every": "2"}
+    train(tmp_path, settings)
+    settings |= {"train.steps": "4", "profile.start": start, "profile.steps": "1"}
+    train(tmp_path, settings)
+    assert (tmp_path / "profile" / "rank_00000.json").exists() == is_profiled
+    text = "profile.start=2 is not after step 2, at which this run starts; no profile is written"
+    assert (text in (tmp_path / "log.txt").read_text()) != is_profiled
+
+
+def test_rollback_does_not_profile_a_complete_window_again() -> None:
+    profiler = Profiler()
+    profiler._is_profiled, profiler._first, profiler._is_finished = True, 3, True
+    profiler.before_step(3, [])
+    assert not profiler._is_open
 
 
 def test_dumps_are_copied_to_the_host_by_a_thread(

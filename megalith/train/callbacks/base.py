@@ -453,8 +453,12 @@ class CallbackList(StepHooks):
                     )
                 raise
             del self._callbacks[name]
-            text = f"{where}: {error if isinstance(error, UserError) else repr(error)}"
-            if callback.essential or isinstance(error, UserError):
+            text = f"{where}: {error!r}"
+            if isinstance(error, UserError):  # it says what to do
+                self._failures.append(str(error))
+                self.request(StepRequest.STOP)
+                _log.error("%s: %s", where, error)
+            elif callback.essential:
                 self._failures.append(f"{text}. Correct the callback, or run without it.")
                 self.request(StepRequest.STOP)
                 _log.error(text, exc_info=True)

@@ -1,8 +1,10 @@
 """Dumps of weights and gradients."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +29,12 @@ class TensorDump(Callback):
         self._written: Future[None] | None = None
 
     def on_start(self, run: RunView) -> None:
-        """Start the thread that writes."""
+        """Start the thread that writes; remove dumps of steps that this run repeats."""
         self._run, self._config = run, run.config.observe.dump
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dump")
+        if run.is_writer:  # before any rank finishes a step; the run may have had more ranks
+            for folder in self._list_later_folders(run.step):
+                shutil.rmtree(folder)
 
     def _is_due(self, step: int) -> bool:
         assert self._config.every is not None
@@ -96,9 +101,16 @@ class TensorDump(Callback):
         temporary.replace(file)
 
     def after_rollback(self, step: int) -> None:
-        """Forget the gradients of a discarded step."""
+        """Forget the gradients of a discarded step, and remove this rank's files of later steps."""
         self._clones.clear()
         self._boxes.clear()
+        self._wait()
+        for folder in self._list_later_folders(step):
+            storage.remove_file(folder / f"rank_{self._run.mesh.world.rank:05d}.safetensors")
+
+    def _list_later_folders(self, step: int) -> list[Path]:
+        folders = (self._run.folder.path / "dumps").glob("step_*")
+        return [folder for folder in folders if int(folder.name.removeprefix("step_")) > step]
 
     def on_error(self, error: BaseException) -> None:
         """Wait for the last dump."""

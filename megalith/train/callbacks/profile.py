@@ -106,6 +106,8 @@ class Profiler(Callback):
         self._layers: LayerRanges | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="profile")
         self._written: Future[None] | None = None
+        self._is_finished = False
+        """Whether the window is complete; a rollback does not open it again."""
 
     def on_start(self, run: RunView) -> None:
         """Check that this rank has the device that the tool needs.
@@ -120,13 +122,19 @@ class Profiler(Callback):
                 f"{run.mesh.world.rank} is {run.device.type}. Set profile.tool=torch."
             )
         self._is_profiled = not config.ranks or run.mesh.world.rank in config.ranks
-        self._first = max(1, _start(config) - (config.warmup if config.tool == "torch" else 0))
-        if run.step >= self._first and run.is_writer:
-            run.log(f"nothing is profiled: step {self._first} is before this start of the run")
+        warmup = config.warmup if config.tool == "torch" else 0
+        self._first = max(run.step + 1, _start(config) - warmup)
+        self._is_finished = run.step >= _start(config)
+        if self._is_finished and run.is_writer:
+            run.log(
+                f"profile.start={config.start} is not after step {run.step}, at which this run "
+                "starts; no profile is written"
+            )
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Start the profiler before the first step of the window."""
-        if not self._is_profiled or step != self._first or self._is_open:
+        is_due = self._is_profiled and step == self._first
+        if not is_due or self._is_open or self._is_finished:
             return
         config, trainer = self._run.config.profile, self._run.prepared.trainer
         if config.tool == "nsys":
@@ -203,6 +211,7 @@ class Profiler(Callback):
         if not self._is_open:
             return
         profiler, layers = self._profiler, self._layers
+        self._is_finished = True
         self._stop_ranges()
         if profiler is not None:
             self._wait_for_collectives()
