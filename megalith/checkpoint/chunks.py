@@ -58,9 +58,8 @@ class ChunkedTensor:
         target = TensorPiece(box, values)
         parts = [part for chunk in self.chunks if (part := intersect(chunk.box, box)) is not None]
         distinct = list(dict.fromkeys(parts))
-        origin = [start for start, _ in box]
         moved = [
-            tuple((a - o, b - o) for (a, b), o in zip(part, origin, strict=True))
+            tuple((a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
             for part in distinct
         ]
         if values.numel() and (problem := describe_tiling_problem(lengths(box), moved)):
