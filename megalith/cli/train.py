@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import format_value
 from megalith.config.train import TrainRun
+from megalith.config.tree import Override
 from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
@@ -37,6 +39,9 @@ class TrainCommand:
     callback: tuple[str, ...] = ()
     """Callbacks of the run, each package.module:Class (docs/howto/callbacks.md)."""
 
+    print_config: bool = False
+    """Print every setting with its value and its source, and do not train."""
+
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code: 0 done, 75 stopped after saving."""
@@ -49,12 +54,23 @@ def main(argv: list[str]) -> int:
     command = parse_options(TrainCommand, rest, prog="megalith train", root=TrainRun)
     from megalith.recipes import resolve_run
 
+    if command.print_config:
+        print_settings(command.recipe, overrides)
+        return 0
     run = resolve_run(command.recipe, overrides)
     if must_start_workers(run, command.nproc):
         from megalith.launch.launcher import run_workers
 
         return run_workers(["train", *argv], command.nproc)
     return _train(resolve_recompute(run), _select_folder(run, command), command.callback)
+
+
+def print_settings(recipe: str, overrides: Mapping[str, Override]) -> None:
+    """Print every setting of the run with its value and its source, sorted by name."""
+    from megalith.recipes import trace_settings
+
+    for path, value, source in trace_settings(recipe, overrides):
+        print(f"{path} = {format_value(value)}  # {source}")
 
 
 def _select_folder(run: TrainRun, command: TrainCommand) -> Path:

@@ -1,11 +1,14 @@
 """Root config of a training run, with all settings of `megalith train`."""
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.compose import load_composed
 from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer, parse_blend
 from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
@@ -202,16 +205,16 @@ class TrainRun:
     """Random seed of initial weights, data order and sampling."""
 
 
-def load_run(file: Path) -> TrainRun:
+def load_run(file: Path, variables: Mapping[str, str] = os.environ) -> TrainRun:
     """Read a run from a YAML file. In the config.yaml of a run or checkpoint, paths may be relative
-    to its folder.
+    to its folder; other files may include files and `variables` (`config/compose.py`).
 
     Raises:
         ConfigError: the file does not describe a run.
     """
-    run = load_yaml(file, TrainRun, stored=file.name == CONFIG_FILE)
     if file.name != CONFIG_FILE:
-        return run
+        return load_composed(file, TrainRun, variables)
+    run = load_yaml(file, TrainRun, stored=True)
     data, template = run.data, run.data.sft.template
     if template is not None and (file.parent / template).is_file():
         data = replace(data, sft=replace(data.sft, template=str(file.parent / template)))

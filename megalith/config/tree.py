@@ -107,7 +107,7 @@ def to_dict(run: object) -> dict[str, Plain]:
 def flatten(run: object) -> dict[str, Plain]:
     """Return every leaf of the tree by its dotted path, in the order of the fields; a list is
     one leaf."""
-    return _flatten(to_dict(run), "")
+    return flatten_plain(to_dict(run))
 
 
 def differences(a: object, b: object) -> list[tuple[str, Plain, Plain]]:
@@ -121,11 +121,12 @@ def differences(a: object, b: object) -> list[tuple[str, Plain, Plain]]:
     ]
 
 
-def _flatten(data: Mapping[str, Plain], prefix: str) -> dict[str, Plain]:
+def flatten_plain(data: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
+    """Return every leaf of nested plain data by its dotted path; a list is one leaf."""
     leaves = {}
     for key, value in data.items():
         path = join_path(prefix, str(key))
-        leaves.update(_flatten(value, path) if isinstance(value, dict) else {path: value})
+        leaves.update(flatten_plain(value, path) if isinstance(value, dict) else {path: value})
     return leaves
 
 
@@ -141,7 +142,17 @@ def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
     Raises:
         ConfigError: the file is missing, is not YAML, writes a name twice, or does not fit `cls`.
     """
-    text = _read_text(Path(path))
+    data, problems = read_yaml_mapping(Path(path), cls)
+    return build_from_file(cls, translate_stored_settings(data) if stored else data, path, problems)
+
+
+def read_yaml_mapping(path: Path, cls: type) -> tuple[dict[str, Plain], list[str]]:
+    """Return the mapping in a YAML file of settings of `cls`, and an error for each repeated name.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or is not a mapping.
+    """
+    text = _read_text(path)
     try:
         data, repeated = _parse_document(text)
     except yaml.YAMLError as error:
@@ -150,17 +161,27 @@ def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
         raise ConfigError(
             f"{path} is not YAML: {reason}. The file must be a mapping of settings."
         ) from None
-    if not isinstance(data, Mapping):
+    if not isinstance(data, dict):
         content = "nothing" if data is None else f"only {data!r:.60}"
         raise ConfigError(
             f"{path} contains {content}: expected a mapping of "
             f"{', '.join(f.name for f in _fields(cls))}."
         )
-    problems = [
+    return data, [
         f"{name:.{_MAX_SHOWN}} is set more than once. Remove all but one." for name in repeated
     ]
+
+
+def build_from_file(
+    cls: type[T], data: Mapping[str, Plain], path: str | Path, problems: list[str]
+) -> T:
+    """Build the tree of a file's data, after earlier `problems` of the file.
+
+    Raises:
+        ConfigError: with the path of the file: there are problems, or the data does not fit `cls`.
+    """
     try:
-        return _build(cls, translate_stored_settings(data) if stored else data, problems)
+        return _build(cls, data, problems)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

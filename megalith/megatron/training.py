@@ -169,18 +169,49 @@ def translate_folders(draft: Draft) -> None:
         draft.report("explained", "--save", text)
     if arguments.value("--no-save-optim"):
         draft.put("--no-save-optim", "checkpoint.save_optimizer", False)
-    if load is not None and load == save:
-        draft.report("already", "--load", "the same command resumes a run from its own folder")
-    elif load is not None:
-        text = (
-            "Megatron checkpoints cannot be read, and the run would start with initial weights. "
-            "Convert the model to Hugging Face and set checkpoint.load to that folder, or remove it"
-        )
-        draft.report("not mapped", "--load", text, "model")
+    _translate_load(draft, str(load) if load is not None and load != save else None)
     _translate_retention(draft)
     if arguments.value("--tensorboard-dir") is not None:
         text = "written to tensorboard/ in the run folder"
         draft.put("--tensorboard-dir", "observe.tensorboard", True, text)
+
+
+def _translate_load(draft: Draft, load: str | None) -> None:
+    """Translate what the run starts from; `load`: another folder than that of --save."""
+    arguments, step_flag, pretrained = draft.arguments, "--ckpt-step", "--pretrained-checkpoint"
+    step, start = arguments.value(step_flag), arguments.value(pretrained)
+    finetune, no_optim = "--finetune", "--no-load-optim"
+    if load is not None:
+        path = load if step is None else f"{load.rstrip('/')}/iter_{step:07d}"
+        draft.put("--load", "checkpoint.load", path, _FIRST_START)
+        if step is not None:
+            draft.put(step_flag, "checkpoint.load", path)
+        mode, flag = "all", "--load"
+        if arguments.value(finetune):
+            mode, flag = "weights", finetune
+        elif arguments.value(no_optim):
+            mode, flag = "progress", no_optim
+        draft.put(flag, "checkpoint.load_mode", mode)
+        if start is not None:
+            text = "--load takes precedence, as in Megatron if its folder has a checkpoint"
+            draft.report("already", pretrained, text)
+        return
+    if start is not None:
+        draft.put(pretrained, "checkpoint.load", start, _FIRST_START)
+        draft.put(pretrained, "checkpoint.load_mode", "weights")
+    if arguments.given("--load"):
+        text = (
+            "the same command resumes a run from its own folder. To continue a Megatron checkpoint "
+            f"in it, add --checkpoint.load {arguments.value('--load')} --checkpoint.load_mode all"
+        )
+        draft.report("already", "--load", text)
+    for name in (finetune, no_optim, step_flag):
+        if arguments.given(name):
+            draft.report("already", name, "takes effect only with --load of another folder")
+
+
+_FIRST_START = "until the run has a checkpoint of its own"
+"""When `checkpoint.load` is used."""
 
 
 def translate_logging(draft: Draft) -> None:

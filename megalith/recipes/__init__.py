@@ -1,14 +1,23 @@
 """Recipes: complete run configs, one YAML file per model family with one entry per run."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megalith.config.compose import compose
 from megalith.config.data import DataConfig
 from megalith.config.plugins import reject_module_names
-from megalith.config.train import TrainRun, load_run
-from megalith.config.tree import Override, apply_overrides, from_dict, parse_yaml
+from megalith.config.train import CONFIG_FILE, TrainRun, load_run
+from megalith.config.tree import (
+    Override,
+    apply_overrides,
+    flatten,
+    flatten_plain,
+    from_dict,
+    parse_yaml,
+)
 from megalith.errors import ConfigError, did_you_mean
 
 _FAMILIES = {
@@ -150,6 +159,53 @@ def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
         f"--data.cache_path {run.data.cache_path} to use it, or remove it to keep the "
         "cache beside the data."
     )
+
+
+class SettingSource(NamedTuple):
+    """A setting of a run, its value, and where the value comes from."""
+
+    path: str
+    value: Any  # JSON
+    source: str
+    """`default`, `recipe NAME`, a file (with its environment variables), or `command line`."""
+
+
+def trace_settings(target: str, overrides: Mapping[str, Override]) -> list[SettingSource]:
+    """Return every setting of the run for a command-line target after overrides, sorted, each with
+    its source.
+
+    Raises:
+        ConfigError: as `resolve_run`.
+    """
+    run = resolve_run(target, overrides)
+    sources = _given_sources(target) | dict.fromkeys(overrides, "command line")
+    return sorted(
+        SettingSource(path, value, _nearest_source(sources, path))
+        for path, value in flatten(run).items()
+    )
+
+
+def _given_sources(target: str) -> dict[str, str]:
+    """Return the source of each setting that a target sets, by dotted path."""
+    if target in _FAMILIES:
+        run = _read_family(_FAMILIES[target])[target]["run"]
+        return dict.fromkeys(["name", *flatten_plain(run)], f"recipe {target}")
+    path = Path(target)
+    if path.is_dir():
+        path = path / CONFIG_FILE
+    if path.name == CONFIG_FILE:
+        return dict.fromkeys(flatten(load_run(path)), str(path))
+    return compose(path, TrainRun, os.environ).sources
+
+
+def _nearest_source(sources: Mapping[str, str], path: str) -> str:
+    """Return the source of a setting, or of the innermost section around it that was set as a
+    whole."""
+    while path not in sources:
+        path, dot, _ = path.rpartition(".")
+        if not dot:
+            return "default"
+    return sources[path]
 
 
 def _data_folders(data: DataConfig) -> list[Path]:

@@ -18,14 +18,14 @@ import pytest
 from megalith.cli.main import main
 from megalith.cli.train import _describe_outcome
 from megalith.config.parallel import RecomputeConfig
-from megalith.config.tree import Override, apply_overrides
+from megalith.config.tree import Override, apply_overrides, save_yaml
 from megalith.data.chat_template import find_template
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.hf.convert import find_own_template
 from megalith.hf.pretrained import locate_source, open_pretrained
 from megalith.observe.metrics import read_metrics
-from megalith.recipes import resolve
+from megalith.recipes import build_recipe, resolve
 from megalith.testing.tiny import tiny_yaml
 from megalith.train import loop
 from megalith.train.callbacks.base import Outcome
@@ -522,3 +522,18 @@ def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path: Path) -> None
     assert errors.startswith("megalith train: rank 1 (dp=1) did not arrive at "), errors
     assert "  rank 1 (dp=1): does not answer: dead, stopped, or holding Python's lock\n" in errors
     assert "Traceback" not in errors
+
+
+def test_print_config_shows_each_setting_with_its_source_and_does_not_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_yaml(build_recipe("tiny_cpu"), tmp_path / "base.yaml")
+    (tmp_path / "mine.yaml").write_text("include: base.yaml\ntrain: {steps: '${STEPS}'}\n")
+    monkeypatch.setenv("STEPS", "5")
+    assert main(["train", "mine.yaml", "--print-config", "--parallel.tp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train.steps = 5  # mine.yaml, environment variable STEPS" in lines
+    assert "parallel.tp = 2  # command line" in lines
+    assert any(line.startswith("model.hidden_size = ") and "base.yaml" in line for line in lines)
+    assert not (tmp_path / "runs").exists()

@@ -216,7 +216,6 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
     """A new setting gets an entry of its flag, or is added here."""
     ours = {
         "checkpoint.allow_model_changes",
-        "checkpoint.load_mode",
         "checkpoint.max_save_failures",
         "checkpoint.missing_keys",
         "checkpoint.new_rows",

@@ -103,13 +103,38 @@ def test_checkpoints_are_kept_as_in_megatron(tiny: Translate) -> None:
     assert "--save-interval is missing" in tiny("--save x").problems[0]
 
 
-def test_loading_other_weights_is_rejected(tiny: Translate) -> None:
-    for added in ("--load x", "--load x --save y --save-interval 5", "--pretrained-checkpoint x"):
-        refusals = tiny(added).refusals(strict=False)
-        assert len(refusals) == 1 and "Megatron checkpoints" in refusals[0]
-    assert len(tiny("--load x --save x --save-interval 5 --finetune").refusals(strict=False)) == 1
-    # Megatron reads them with --load only
-    assert tiny("--finetune --no-load-optim").refusals(strict=True) == []
+def test_checkpoint_to_start_from_is_mapped_with_its_load_mode(tiny: Translate) -> None:
+    expected = {
+        "--load x": ("x", "all"),
+        "--load x --save y --save-interval 5": ("x", "all"),
+        "--load x/ --ckpt-step 30": ("x/iter_0000030", "all"),
+        "--load x --no-load-optim": ("x", "progress"),
+        "--load x --no-load-optim --finetune": ("x", "weights"),
+        "--load x --pretrained-checkpoint z": ("x", "all"),
+        "--pretrained-checkpoint z": ("z", "weights"),
+        "--load x --save x --save-interval 5 --pretrained-checkpoint z": ("z", "weights"),
+        "--load x --save x --save-interval 5": (None, "weights"),
+        # Megatron reads them with --load only
+        "--finetune --no-load-optim --ckpt-step 3": (None, "weights"),
+    }
+    for added, settings in expected.items():
+        translation = tiny(added)
+        assert translation.refusals(strict=True) == [], added
+        assert translation.run is not None
+        checkpoint = translation.run.checkpoint
+        assert (checkpoint.load, checkpoint.load_mode) == settings, added
+
+
+def test_reports_say_how_to_continue_a_megatron_checkpoint_in_the_save_folder(
+    tiny: Translate,
+) -> None:
+    entries = tiny("--load x --save x --save-interval 5").entries
+    text = next(entry.text for entry in entries if entry.flag.split()[0] == "--load")
+    assert "--checkpoint.load x --checkpoint.load_mode all" in text
+    assert (
+        "--override-ckpt-iteration"
+        in tiny("--load x --override-ckpt-iteration 3").refusals(strict=True)[0]
+    )
 
 
 def test_values_derived_from_missing_or_wrong_ones_are_not_reported(tiny: Translate) -> None:
