@@ -61,6 +61,10 @@ class ConvertOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    role: Literal["param", "ema"] = "param"
+    """Weights to convert. param: those of the last step; ema: their moving average, for a run
+    trained with train.ema."""
+
     family: str | None = None
     """Architecture of the Hugging Face folder to write, as a model_type such as llama or qwen2;
     default: the one from which the model was converted, else the first that supports it."""
@@ -195,7 +199,9 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     from megalith.hf.pretrained import check_has_adapters, locate_source, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
-    source = open_pretrained(locate_source(options.source), base=options.base)
+    source = open_pretrained(
+        locate_source(options.source), base=options.base, role=options.role
+    )
     if options.base is not None:
         check_has_adapters(source, options.base)
     kind = source_format(source)
