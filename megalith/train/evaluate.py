@@ -224,7 +224,7 @@ def run_evaluation(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that "
             "has some."
         )
-    pipeline_model, notes = load_newest_weights(run, folder, mesh, device)
+    pipeline_model, notes = load_newest_weights(run, folder, mesh, device, role=role)
     masks = build_mask_settings(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     shows_progress = show and mesh.world.rank == 0
