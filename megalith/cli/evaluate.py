@@ -198,7 +198,9 @@ def _evaluate_suite(run: TrainRun, folder: Path, name: str, command: EvaluateCom
     from megalith.train.suites import run_suite
 
     with join_job(run, os.environ) as job:
-        result = run_suite(run, RunFolder(folder), job.mesh, job.device, name=name, role=command.role)
+        result = run_suite(
+            run, RunFolder(folder), job.mesh, job.device, name=name, role=command.role
+        )
         first = job.first
     if first and command.json:
         print_json({"run": str(folder), "suite": name, **result.metrics(name)})
