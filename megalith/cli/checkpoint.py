@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     actions |= {"average": edit.average, "merge": edit.merge}
     if not argv or argv[0] in ("-h", "--help"):
         print(
-            f"usage: megalith checkpoint {{{','.join(actions)}}} PATH [PATH] [--json]\n\n{__doc__}"
+            f"usage: megalith checkpoint {{{','.join(actions)}}} PATH ... [--json]\n\n{__doc__}"
         )
         return 0
     if argv[0] not in actions:

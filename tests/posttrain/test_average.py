@@ -139,13 +139,13 @@ def test_box_size_and_workers_do_not_change_the_average(
     sources = [make_checkpoint(tmp_path / f"{seed}", seed) for seed in (1, 2)]
     models = open_models([str(path) for path in sources])
     write_weights(tmp_path / "whole", average_models(models, [0.5, 0.5]))
-    monkeypatch.setattr("megalith.posttrain.average.BOX_NBYTES", 8 * 37)
+    monkeypatch.setattr("megalith.posttrain.average.BOX_NBYTES", 8 * 370)
     monkeypatch.setattr("megalith.posttrain.average.BATCH_NBYTES", 4000)
     write_weights(tmp_path / "small", average_models(models, [0.5, 0.5]), workers=1)
     whole, small = open_checkpoint(tmp_path / "whole"), open_checkpoint(tmp_path / "small")
     assert whole.keys() == small.keys()
     boxes = [len(tensor.boxes) for tensor in small.manifest.tensors.values()]
-    assert max(boxes) > 100 and len(small.manifest.files) > len(whole.manifest.files) + 5
+    assert max(boxes) > 15 and len(small.manifest.files) > len(whole.manifest.files) + 5
     assert all(torch.equal(whole.read(key), small.read(key)) for key in whole.keys())
 
 
