@@ -78,9 +78,7 @@ def main(argv: list[str]) -> int:
     actions |= {"prune": edit.prune, "copy": edit.copy}
     actions |= {"average": edit.average, "merge": edit.merge}
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            f"usage: megalith checkpoint {{{','.join(actions)}}} PATH ... [--json]\n\n{__doc__}"
-        )
+        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH ... [--json]\n\n{__doc__}")
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions) or ""

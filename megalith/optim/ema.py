@@ -44,7 +44,7 @@ class WeightEMA:
         if num_updates <= self.config.start_step:
             self.reset()
         elif num_updates % self.config.every == 0:
-            masters = [slot.master for slot in self.slots]
+            master_weights = [slot.master for slot in self.slots]
             if self.config.device is not None:
-                masters = [master.to(self.config.device) for master in masters]
-            torch._foreach_lerp_(self.averages, masters, 1 - self.config.decay)
+                master_weights = [master.to(self.config.device) for master in master_weights]
+            torch._foreach_lerp_(self.averages, master_weights, 1 - self.config.decay)

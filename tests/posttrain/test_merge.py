@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def make_checkpoint(path: Path, weights: dict[str, Tensor], *, parts: int) -> Pa
     for shard in parameters(run.model):
         wide = weights[shard.name]
         cuts = [shard.numel * number // parts for number in range(parts + 1)]
-        for span in zip(cuts, cuts[1:]):
+        for span in pairwise(cuts):
             part = wide.reshape(-1)[slice(*span)]
             flat = replace(shard, flat=span)
             entries.append(CheckpointEntry(replace(flat, dtype="bf16"), "param", part.bfloat16()))

@@ -89,8 +89,8 @@ def test_resumed_run_has_the_same_average_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = stored(tmp_path / "whole", 4), stored(tmp_path / "parts", 4)
     assert whole.keys() == parts.keys()
     averages = [key for key in whole if key.startswith("optimizer.ema.")]
-    masters = [key for key in whole if key.startswith("optimizer.master.")]
-    assert len(averages) == len(masters) > 0
+    master_weights = [key for key in whole if key.startswith("optimizer.master.")]
+    assert len(averages) == len(master_weights) > 0
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
     assert not torch.equal(whole[averages[0]], whole[averages[0].replace("ema", "master")])
 
@@ -161,10 +161,10 @@ def test_checkpoint_without_average_starts_it_from_the_weights(
     assert "train.ema: the moving average starts from the weights of " in log
     assert "step_0000002, which has none" in log
     average, start = stored(tmp_path, 4, "optimizer.ema."), stored(tmp_path, 2, "optimizer.master.")
-    masters = stored(tmp_path, 4, "optimizer.master.")
+    master_weights = stored(tmp_path, 4, "optimizer.master.")
     for key, value in average.items():
         name = key.replace("ema", "master")
-        assert not torch.equal(value, start[name]) and not torch.equal(value, masters[name])
+        assert not torch.equal(value, start[name]) and not torch.equal(value, master_weights[name])
 
 
 def test_average_that_the_run_does_not_have_is_an_error(tmp_path: Path) -> None:
