@@ -206,8 +206,9 @@ def test_role_ema_reads_the_average(tmp_path: Path, capsys: pytest.CaptureFixtur
         name = key.replace("optimizer.ema.", "model.")
         assert torch.equal(converted.read(name), values.to(torch.bfloat16))
     capsys.readouterr()
-    assert main(["convert", str(target), str(tmp_path / "again"), "--role", "ema"]) == 2
-    assert "has no moving average of the weights (role ema)" in capsys.readouterr().err
+    for words in (["convert", str(target), str(tmp_path / "again")], ["generate", str(target)]):
+        assert main([*words, "--role", "ema"]) == 2
+        assert "has no moving average of the weights (role ema)" in capsys.readouterr().err
 
 
 def test_invalid_settings_are_rejected() -> None:
