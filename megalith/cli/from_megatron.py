@@ -17,6 +17,7 @@ from megalith.megatron.launch import Launch, read_script, split_command
 from megalith.megatron.parse import FlagReport, expand_file_flags
 from megalith.megatron.serving import format_command, is_serving_program, translate_serving
 from megalith.megatron.translate import Translation, named_tokenizer, translate
+from megalith.megatron.yaml_cfg import expand_yaml_flag
 from megalith.rules.run import run_problems
 
 HEADINGS = (
@@ -76,7 +77,8 @@ def main(argv: list[str]) -> int:
     options = parse_options(FromMegatron, own, prog="megalith from-megatron")
     launch = _launch(options, words)
     _reject_script_among_arguments(words)
-    words = expand_file_flags([*launch.arguments, *words] if options.script else launch.arguments)
+    words = [*launch.arguments, *words] if options.script else list(launch.arguments)
+    words = expand_file_flags(expand_yaml_flag(words))
     if not words:
         raise ConfigError(
             f"{len(words)} arguments were given. Pass Megatron arguments, or --script FILE."
