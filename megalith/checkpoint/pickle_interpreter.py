@@ -6,6 +6,7 @@ because a short program can create large objects.
 
 import codecs
 import itertools
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +15,18 @@ from typing import cast
 import torch
 
 MAX_OBJECTS = 10_000_000
-"""Maximum number of objects in one pickle. Heuristic: the metadata of a checkpoint of ten thousand
-ranks has fewer."""
+"""Maximum number of strings, containers and records in one pickle. Heuristic: the metadata of a
+checkpoint has about 15 for each chunk of a tensor."""
+
+MAX_ELEMENTS = 10 * MAX_OBJECTS
+"""Maximum number of elements of all containers; a container counts for each reference to it."""
 
 MAX_NESTING = 1_000
 """Maximum number of containers inside each other."""
 
 MEMORY_PER_BYTE = 4
-"""Bytes of memory for strings, numbers and elements of containers per byte of the pickle."""
+"""Bytes of memory for strings, numbers and elements of containers per byte of the pickle. The
+fixed size of objects is limited by their number."""
 
 MIN_MEMORY = 2**26
 """Bytes of memory that any pickle may use. Heuristic: a list of small numbers takes more than four
@@ -33,6 +38,13 @@ MAX_INT_NBYTES = 1_024
 MAX_KEY_NODES = 200
 """Maximum number of values in a tuple that is a key of a dict: hashing visits each of them, and
 again for each reference to it."""
+
+MAX_KEY = 2**63
+"""Bound of integers that are keys of a dict: larger ones can be chosen to have equal hashes, which
+makes a dict slow."""
+
+_SET_NBYTES = 216
+"""Memory of an empty set in CPython; one byte of a pickle creates one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,17 +114,19 @@ def show_name(name: str) -> str:
 LEAVES = (str, int, float, bool, bytes, complex, torch.dtype, type(None))
 """Classes of values that contain no other values."""
 
+_LEAF_CLASSES = frozenset(LEAVES)
+
 
 class Interpreter:
     """Stack machine for one pickle, whose objects and memory are counted."""
 
     def __init__(
         self,
-        data: memoryview,
+        data: bytes | memoryview,
         table: NameTable,
         load_persistent: Callable[[object], object] | None = None,
     ) -> None:
-        self.data = data.cast("B")
+        self.data = data if isinstance(data, bytes) else bytes(data)
         self.at = 0
         self.table = table
         self.load_persistent = load_persistent
@@ -140,12 +154,12 @@ class Interpreter:
             handler(self)
         if len(self.stack) != 1 or self.marked_stacks:
             raise MalformedPickleError("malformed pickle (it does not end with one object)")
-        _check_nesting(self.stack[0])
+        check_nesting(self.stack[0])
         return self.stack[0]
 
     # reading
 
-    def take(self, nbytes: int) -> memoryview:
+    def take(self, nbytes: int) -> bytes:
         """Return the next bytes of the pickle."""
         stop = self.at + nbytes
         if nbytes < 0:
@@ -158,21 +172,20 @@ class Interpreter:
 
     def take_int(self, nbytes: int) -> int:
         """Return the next little-endian unsigned integer."""
-        return int.from_bytes(self.take(nbytes), "little")
+        start = self.at
+        self.at = stop = start + nbytes
+        if stop > len(self.data):
+            raise MalformedPickleError("truncated pickle")
+        return self.data[start] if nbytes == 1 else int.from_bytes(self.data[start:stop], "little")
 
     def take_line(self) -> bytes:
         """Return the next text argument, without its line end."""
-        start = self.at
-        while self.at < len(self.data):
-            # blocks, because a memoryview cannot be searched
-            block = bytes(self.data[self.at : self.at + 256])
-            end = block.find(b"\n")
-            if end >= 0:
-                stop = self.at + end
-                self.at = stop + 1
-                return bytes(self.data[start:stop])
-            self.at += len(block)
-        raise MalformedPickleError("truncated pickle")
+        stop = self.data.find(b"\n", self.at)
+        if stop < 0:
+            raise MalformedPickleError("truncated pickle")
+        line = self.data[self.at : stop]
+        self.at = stop + 1
+        return line
 
     # limits
 
@@ -183,7 +196,8 @@ class Interpreter:
             raise MalformedPickleError(f"a pickle of more than {MAX_OBJECTS:,} objects")
 
     def allocate(self, nbytes: int) -> None:
-        """Count memory that is allocated for a value."""
+        """Count memory that is allocated for a value, or values that are visited, at 8 bytes
+        each."""
         self.memory -= nbytes
         if self.memory < 0:
             raise MalformedPickleError(
@@ -193,14 +207,25 @@ class Interpreter:
     # the stack
 
     def push(self, value: object) -> None:
-        """Push an object."""
-        self.count(1)
+        """Push a reference to an object."""
+        self.memory -= 8
+        if self.memory < 0:
+            self.allocate(0)
         self.stack.append(value)
+
+    def push_new(self, value: object, nbytes: int = 0) -> None:
+        """Push a new object that takes `nbytes` besides its fixed size."""
+        self.num_objects += 1
+        if self.num_objects > MAX_OBJECTS:
+            self.count(0)
+        self.memory -= nbytes
+        self.push(value)
 
     def pop(self) -> object:
         """Return the last object, and remove it."""
         if not self.stack:
             raise MalformedPickleError("malformed pickle (it takes an object from an empty stack)")
+        self.memory += 8
         return self.stack.pop()
 
     def top(self) -> object:
@@ -215,7 +240,6 @@ class Interpreter:
             raise MalformedPickleError("malformed pickle (it has no mark)")
         items = self.stack
         self.stack = self.marked_stacks.pop()
-        self.allocate(8 * len(items))
         return items
 
     def memoize(self, index: int) -> None:
@@ -226,19 +250,15 @@ class Interpreter:
 
     # values
 
-    def push_sized(self, value: str | bytes | int, nbytes: int) -> None:
-        """Push a value whose memory is proportional to `nbytes`."""
-        self.allocate(nbytes)
-        self.push(value)
-
     def push_global(self, module: str, name: str) -> None:
         """Push the class, function or constant of this name."""
         full_name = f"{self.table.old_modules.get(module, module)}.{name}"
-        self.allocate(len(full_name))
-        self.push(self.table.constants.get(full_name) or Global(full_name))
+        self.push_new(self.table.constants.get(full_name) or Global(full_name), len(full_name))
 
     def check_key(self, key: object) -> None:
         """Raise if hashing a key of a dict or element of a set is impossible or takes long."""
+        if type(key) is str:
+            return
         num_nodes = 0
         pending = [key]
         while pending:
@@ -252,7 +272,9 @@ class Interpreter:
                 pending.extend(node)
             elif isinstance(node, (list, dict, set)):
                 raise MalformedPickleError(f"malformed pickle (a {type(node).__name__} is a key)")
-        self.count(num_nodes)
+            elif isinstance(node, int) and not -MAX_KEY <= node < 2 * MAX_KEY:
+                raise MalformedPickleError("an integer of more than 64 bits is a key")
+        self.allocate(8 * num_nodes)
 
     def set_items(self, target: object, items: list[object]) -> None:
         """Set alternating keys and values in a dict; a placeholder stores the pairs."""
@@ -328,9 +350,9 @@ class Interpreter:
         is_pair = isinstance(state, tuple) and len(state) == 2
         parts = list(cast(tuple[object, ...], state)) if is_pair else [state]
         for part in parts:
-            if isinstance(part, dict) and all(type(name) is str for name in part):
-                self.count(len(part))
+            if isinstance(part, dict):
                 self.allocate(8 * len(part))
+            if isinstance(part, dict) and all(type(name) is str for name in part):
                 record.state.update(part)
             elif part is not None:
                 record.state["state"] = part
@@ -354,51 +376,50 @@ def children_of(value: object) -> Iterator[object]:
     return iter(())
 
 
-def _check_nesting(root: object) -> None:
+def _select_containers(value: object) -> list[object]:
+    """Return the values inside a value that may contain other values."""
+    return [child for child in children_of(value) if type(child) not in _LEAF_CLASSES]
+
+
+def check_nesting(root: object) -> None:
     """Raise if an object contains itself, is nested too deeply, or has too many elements.
 
-    An element counts for each reference to it, as a reader that follows references visits it.
+    The walk follows every reference, as readers do, so a container counts for each of them.
     """
-    sizes: dict[int, tuple[int, int]] = {}  # by id: levels of nesting, elements
-    open_ids = {id(root)}
-    frames: list[list[object]] = [[root]]
-    iterators = [children_of(root)]
-    levels, totals = [1], [1]
+    num_objects = num_elements = 0
+    path: list[tuple[int, list[object]]] = []
+    path_ids: set[int] = set()
+    children = [root]
     while True:
-        child = next(iterators[-1], _END)
-        if child is _END:
-            node = frames.pop()[0]
-            iterators.pop()
-            size = (levels.pop(), totals.pop())
-            open_ids.remove(id(node))
-            sizes[id(node)] = size
-            if not frames:
-                return
-        elif isinstance(child, LEAVES):
-            totals[-1] += 1
-            continue
-        elif id(child) in open_ids:
-            raise MalformedPickleError("a pickle with an object that contains itself")
-        elif id(child) not in sizes:
-            open_ids.add(id(child))
-            frames.append([child])
-            iterators.append(children_of(child))
-            levels.append(1)
-            totals.append(1)
-            if len(frames) > MAX_NESTING:
+        if children:
+            node = children.pop()
+            num_objects += 1
+            num_elements += _count_elements(node)
+            if id(node) in path_ids:
+                raise MalformedPickleError("a pickle with an object that contains itself")
+            if len(path) >= MAX_NESTING:
                 raise MalformedPickleError(f"a pickle nested more than {MAX_NESTING:,} levels deep")
-            continue
+            if num_objects > MAX_OBJECTS or num_elements > MAX_ELEMENTS:
+                raise MalformedPickleError(f"a pickle of more than {MAX_OBJECTS:,} objects")
+            inner = _select_containers(node)
+            if inner:
+                path.append((id(node), children))
+                path_ids.add(id(node))
+                children = inner
+        elif path:
+            node_id, children = path.pop()
+            path_ids.discard(node_id)
         else:
-            size = sizes[id(child)]
-        levels[-1] = max(levels[-1], size[0] + 1)
-        totals[-1] += size[1]
-        if levels[-1] > MAX_NESTING:
-            raise MalformedPickleError(f"a pickle nested more than {MAX_NESTING:,} levels deep")
-        if totals[-1] > MAX_OBJECTS:
-            raise MalformedPickleError(f"a pickle of more than {MAX_OBJECTS:,} objects")
+            return
 
 
-_END = object()
+def _count_elements(value: object) -> int:
+    """Return the number of values directly inside a value."""
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        return len(value)
+    if isinstance(value, Record):
+        return len(value.args) + len(value.state)
+    return len(value.args) + len(value.items or ()) if isinstance(value, Placeholder) else 1
 
 
 # --- opcodes
@@ -416,7 +437,7 @@ def _push_text(length_nbytes: int) -> Callable[[Interpreter], None]:
     def run(interpreter: Interpreter) -> None:
         nbytes = interpreter.take_int(length_nbytes)
         text = str(interpreter.take(nbytes), "utf-8", "surrogatepass")
-        interpreter.push_sized(text, nbytes)
+        interpreter.push_new(text, nbytes)
 
     return run
 
@@ -424,7 +445,7 @@ def _push_text(length_nbytes: int) -> Callable[[Interpreter], None]:
 def _push_bytes(length_nbytes: int) -> Callable[[Interpreter], None]:
     def run(interpreter: Interpreter) -> None:
         nbytes = interpreter.take_int(length_nbytes)
-        interpreter.push_sized(bytes(interpreter.take(nbytes)), nbytes)
+        interpreter.push_new(interpreter.take(nbytes), nbytes)
 
     return run
 
@@ -432,7 +453,7 @@ def _push_bytes(length_nbytes: int) -> Callable[[Interpreter], None]:
 def _push_old_string(length_nbytes: int) -> Callable[[Interpreter], None]:
     def run(interpreter: Interpreter) -> None:
         nbytes = interpreter.take_int(length_nbytes)
-        interpreter.push_sized(_decode_old_string(bytes(interpreter.take(nbytes))), nbytes)
+        interpreter.push_new(_decode_old_string(interpreter.take(nbytes)), nbytes)
 
     return run
 
@@ -449,13 +470,15 @@ def _push_quoted_string(interpreter: Interpreter) -> None:
     line = interpreter.take_line()
     if len(line) < 2 or line[0] != line[-1] or line[:1] not in (b"'", b'"'):
         raise MalformedPickleError("malformed pickle (a string without quotes)")
+    if _ESCAPED.fullmatch(line, 1, len(line) - 1) is None:
+        raise MalformedPickleError("malformed pickle (a string with an unknown escape)")
     data = codecs.escape_decode(line[1:-1])[0]
-    interpreter.push_sized(_decode_old_string(data), len(line))
+    interpreter.push_new(_decode_old_string(data), len(line))
 
 
 def _push_unicode_line(interpreter: Interpreter) -> None:
     line = interpreter.take_line()
-    interpreter.push_sized(codecs.raw_unicode_escape_decode(line)[0], 4 * len(line))
+    interpreter.push_new(codecs.raw_unicode_escape_decode(line)[0], 4 * len(line))
 
 
 def _push_long(length_nbytes: int) -> Callable[[Interpreter], None]:
@@ -463,7 +486,7 @@ def _push_long(length_nbytes: int) -> Callable[[Interpreter], None]:
         data = interpreter.take(interpreter.take_int(length_nbytes))
         if len(data) > MAX_INT_NBYTES:
             raise MalformedPickleError(f"an integer of {len(data):,} bytes")
-        interpreter.push_sized(int.from_bytes(data, "little", signed=True), len(data))
+        interpreter.push_new(int.from_bytes(data, "little", signed=True), len(data))
 
     return run
 
@@ -502,14 +525,15 @@ def _push_signed(interpreter: Interpreter) -> None:
 
 
 def _push_mark(interpreter: Interpreter) -> None:
-    interpreter.count(1)
+    if len(interpreter.marked_stacks) > MAX_NESTING:
+        raise MalformedPickleError(f"a pickle nested more than {MAX_NESTING:,} levels deep")
     interpreter.marked_stacks.append(interpreter.stack)
     interpreter.stack = []
 
 
 def _drop(interpreter: Interpreter) -> None:
     if interpreter.stack:
-        interpreter.stack.pop()
+        interpreter.pop()
     else:  # of an empty stack, it removes the mark
         interpreter.pop_mark()
 
@@ -517,7 +541,7 @@ def _drop(interpreter: Interpreter) -> None:
 def _push_tuple(length: int) -> Callable[[Interpreter], None]:
     def run(interpreter: Interpreter) -> None:
         items = [interpreter.pop() for _ in range(length)]
-        interpreter.push(tuple(reversed(items)))
+        interpreter.push_new(tuple(reversed(items)))
 
     return run
 
@@ -525,13 +549,13 @@ def _push_tuple(length: int) -> Callable[[Interpreter], None]:
 def _push_dict(interpreter: Interpreter) -> None:
     entries: dict[object, object] = {}
     interpreter.set_items(entries, interpreter.pop_mark())
-    interpreter.push(entries)
+    interpreter.push_new(entries)
 
 
 def _push_frozenset(interpreter: Interpreter) -> None:
     items: set[object] = set()
     interpreter.add_items(items, interpreter.pop_mark())
-    interpreter.push(frozenset(items))
+    interpreter.push_new(frozenset(items), _SET_NBYTES)
 
 
 def _set_item(interpreter: Interpreter) -> None:
@@ -599,22 +623,22 @@ def _push_global_of_stack(interpreter: Interpreter) -> None:
 
 def _push_extension(nbytes: int) -> Callable[[Interpreter], None]:
     def run(interpreter: Interpreter) -> None:
-        interpreter.push(Global(f"copyreg.extension_{interpreter.take_int(nbytes)}"))
+        interpreter.push_new(Global(f"copyreg.extension_{interpreter.take_int(nbytes)}"))
 
     return run
 
 
 def _reduce(interpreter: Interpreter) -> None:
     args, function = interpreter.pop(), interpreter.pop()
-    interpreter.push(interpreter.call(function, args))
+    interpreter.push_new(interpreter.call(function, args))
 
 
 def _new_object_with_keywords(interpreter: Interpreter) -> None:
     keywords, args, kind = interpreter.pop(), interpreter.pop(), interpreter.pop()
     if keywords == {}:
-        interpreter.push(interpreter.call(kind, args))
+        interpreter.push_new(interpreter.call(kind, args))
     elif isinstance(kind, Placeholder):
-        interpreter.push(Placeholder(kind.name, (args, keywords)))
+        interpreter.push_new(Placeholder(kind.name, (args, keywords)))
     else:
         raise MalformedPickleError(f"malformed pickle (it calls a {describe_kind(kind)})")
 
@@ -622,14 +646,14 @@ def _new_object_with_keywords(interpreter: Interpreter) -> None:
 def _instantiate_lines(interpreter: Interpreter) -> None:
     _push_global_lines(interpreter)
     kind = interpreter.pop()
-    interpreter.push(interpreter.call(kind, tuple(interpreter.pop_mark())))
+    interpreter.push_new(interpreter.call(kind, tuple(interpreter.pop_mark())))
 
 
 def _instantiate_of_stack(interpreter: Interpreter) -> None:
     items = interpreter.pop_mark()
     if not items:
         raise MalformedPickleError("malformed pickle (it takes an object from an empty stack)")
-    interpreter.push(interpreter.call(items[0], tuple(items[1:])))
+    interpreter.push_new(interpreter.call(items[0], tuple(items[1:])))
 
 
 def _build(interpreter: Interpreter) -> None:
@@ -639,7 +663,7 @@ def _build(interpreter: Interpreter) -> None:
 
 def _push_persistent(interpreter: Interpreter, key: object) -> None:
     load = interpreter.load_persistent
-    interpreter.push(Placeholder("persistent id", (key,)) if load is None else load(key))
+    interpreter.push_new(Placeholder("persistent id", (key,)) if load is None else load(key))
 
 
 def _check_protocol(interpreter: Interpreter) -> None:
@@ -656,6 +680,12 @@ def _check_frame(interpreter: Interpreter) -> None:
 def _reject_buffer(interpreter: Interpreter) -> None:
     raise MalformedPickleError("a pickle with buffers that are not in the file")
 
+
+_ESCAPED = re.compile(
+    rb"""(?:[^\\]|\\(?:[\\'"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{0,2}|[4-7][0-7]?(?![0-7])))*""",
+    re.DOTALL,
+)
+"""Strings with escapes that Python decodes without a warning."""
 
 _STOP = ord(".")
 _HANDLERS: Mapping[int, Callable[[Interpreter], None]] = {
@@ -678,9 +708,9 @@ _HANDLERS: Mapping[int, Callable[[Interpreter], None]] = {
         (b"\x88", _push_constant(True)),
         (b"\x89", _push_constant(False)),
         (b")", _push_constant(())),
-        (b"]", lambda interpreter: interpreter.push([])),
-        (b"}", lambda interpreter: interpreter.push({})),
-        (b"\x8f", lambda interpreter: interpreter.push(set())),
+        (b"]", lambda interpreter: interpreter.push_new([])),
+        (b"}", lambda interpreter: interpreter.push_new({})),
+        (b"\x8f", lambda interpreter: interpreter.push_new(set(), _SET_NBYTES)),
         (b"S", _push_quoted_string),
         (b"T", _push_old_string(4)),
         (b"U", _push_old_string(1)),
@@ -692,11 +722,11 @@ _HANDLERS: Mapping[int, Callable[[Interpreter], None]] = {
         (b"C", _push_bytes(1)),
         (b"\x8e", _push_bytes(8)),
         (b"\x96", _push_bytes(8)),
-        (b"t", lambda interpreter: interpreter.push(tuple(interpreter.pop_mark()))),
+        (b"t", lambda interpreter: interpreter.push_new(tuple(interpreter.pop_mark()))),
         (b"\x85", _push_tuple(1)),
         (b"\x86", _push_tuple(2)),
         (b"\x87", _push_tuple(3)),
-        (b"l", lambda interpreter: interpreter.push(interpreter.pop_mark())),
+        (b"l", lambda interpreter: interpreter.push_new(interpreter.pop_mark())),
         (b"d", _push_dict),
         (b"\x91", _push_frozenset),
         (b"s", _set_item),

@@ -5,7 +5,7 @@
 import math
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,7 +21,6 @@ from megalith.checkpoint.pickle_interpreter import (
     MalformedPickleError,
     NameTable,
     Record,
-    show_name,
 )
 
 _DTYPE_NAMES = (
@@ -184,13 +183,11 @@ def _make_dict(interpreter: Interpreter, args: tuple[object, ...]) -> object:
     if len(args) != 1:
         return None
     entries: dict[object, object] = {}
-    if isinstance(args[0], dict):
-        pairs = list(args[0].items())
-    elif isinstance(args[0], (list, tuple)):
-        pairs = list(args[0])
-    else:
+    source = args[0]
+    if not isinstance(source, (dict, list, tuple)):
         return None
-    interpreter.allocate(8 * len(pairs))
+    interpreter.allocate(16 * len(source))
+    pairs: Iterable[object] = source.items() if isinstance(source, dict) else source
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             return None
@@ -264,7 +261,6 @@ def _make_size(interpreter: Interpreter, args: tuple[object, ...]) -> object:
     if len(args) > 1 or not isinstance(sizes, (list, tuple)):
         return None
     interpreter.allocate(8 * len(sizes))
-    interpreter.count(len(sizes))
     return tuple(sizes) if all(type(size) is int for size in sizes) else None
 
 
@@ -273,11 +269,11 @@ def _get_layout(interpreter: Interpreter, args: tuple[object, ...]) -> object:
 
 
 def _join_path(interpreter: Interpreter, args: tuple[object, ...]) -> object:
+    interpreter.allocate(8 * len(args))
     parts = [part for part in args if isinstance(part, str)]
+    interpreter.allocate(sum(map(len, parts)))
     if len(parts) < len(args):
         return None
-    interpreter.count(len(parts))
-    interpreter.allocate(sum(map(len, parts)) + len(parts))
     return posixpath.join(*parts) if parts else "."
 
 
@@ -324,33 +320,36 @@ def _rebuild_tensor_of_dtype(interpreter: Interpreter, args: tuple[object, ...])
 
 def _make_tensor(interpreter: Interpreter, args: tuple[object, ...], dtype: object) -> object:
     values, offset, shape, stride = args
-    interpreter.count(len(shape) if isinstance(shape, tuple) else 0)
-    if not (
-        isinstance(values, ArchiveStorage)
-        and isinstance(dtype, torch.dtype)
-        and isinstance(shape, tuple)
-        and isinstance(stride, tuple)
-        and len(shape) == len(stride) <= MAX_DIMS
-        and type(offset) is int
-        and all(type(size) is int and 0 <= size < 2**63 for size in (offset, *shape, *stride))
+    if not isinstance(values, ArchiveStorage) or not isinstance(dtype, torch.dtype):
+        raise MalformedPickleError("malformed pickle (a tensor without a storage or dtype)")
+    if dtype in _QUANTIZED:
+        return None
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) > MAX_DIMS:
+        raise MalformedPickleError(f"a tensor without a shape of at most {MAX_DIMS} dims")
+    if len(shape) != len(stride) or not all(map(_is_size, (offset, *shape, *stride))):
+        raise MalformedPickleError("a tensor whose shape and stride are not whole numbers")
+    tensor = ArchiveTensor(dtype, shape, stride, cast(int, offset), values)
+    if math.prod(max(1, size) for size in shape) * dtype.itemsize > max(
+        MIN_MEMORY, MEMORY_PER_BYTE * values.nbytes
     ):
         raise MalformedPickleError(
-            f"a tensor of {show_name(str(dtype))} with shape {show_name(str(shape))} and stride "
-            f"{show_name(str(stride))}, expected whole numbers"
+            f"a tensor of shape {list(shape)} that repeats a storage of {values.nbytes:,} bytes"
         )
-    tensor = ArchiveTensor(dtype, shape, stride, offset, values)
-    stop = (offset + tensor.span) * dtype.itemsize
+    stop = (tensor.storage_offset + tensor.span) * dtype.itemsize
     if stop > values.nbytes:
         raise MalformedPickleError(
             f"a tensor of shape {list(shape)} and stride {list(stride)} that ends at byte {stop:,} "
             f"of a storage of {values.nbytes:,} bytes"
         )
-    if math.prod(shape) * dtype.itemsize > max(MIN_MEMORY, MEMORY_PER_BYTE * values.nbytes):
-        raise MalformedPickleError(
-            f"a tensor of shape {list(shape)} that repeats a storage of {values.nbytes:,} bytes"
-        )
     return tensor
 
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32))
+"""Dtypes whose values have a scale that is not in the storage."""
 
 MAX_DIMS = 64
 """Maximum number of dims of a tensor; the limit of NumPy 2."""
@@ -398,8 +397,7 @@ _CALLS: Mapping[str, Callable[[Interpreter, tuple[object, ...]], object]] = {
     "numpy._core.multiarray._reconstruct": _make_array,
     "numpy._core.numeric._frombuffer": _make_array_from_buffer,
     **{
-        f"pathlib.{name}": _join_path
-        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")
+        f"pathlib.{name}": _join_path for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")
     },
 }
 

@@ -60,7 +60,7 @@ def parse_pickle(
     Raises:
         CheckpointError: the data is malformed, cyclic, or exceeds the limits of this module.
     """
-    return _report(source, lambda: Interpreter(memoryview(data), NAMES, load_persistent).run())
+    return _report(source, lambda: Interpreter(data, NAMES, load_persistent).run())
 
 
 def _report(source: str, parse: Callable[[], _T]) -> _T:
@@ -160,6 +160,8 @@ def read_archive(path: Path, *, source: str | None = None) -> object:
             raise CheckpointError(f"cannot read {source}: it was truncated while it was read")
         return data
 
+    if not path.is_file():
+        raise CheckpointError(f"cannot read {source}: it is not a regular file, or does not exist")
     try:
         archive = _Archive(storage.file_nbytes(path), read, map_range)
         return _report(source, lambda: _parse_archive(archive))
@@ -208,11 +210,13 @@ def _parse_archive(archive: _Archive) -> object:
                 raise MalformedPickleError("malformed pickle (a storage without name and length)")
         if dtype is None:
             return Placeholder(kind.name, (number, numel))
+        if not 0 <= numel < 2**63:
+            raise MalformedPickleError("malformed pickle (a storage without name and length)")
         name = f"{prefix}/data/{number}"
         start, nbytes = _find_entry(archive, entries, name)
-        if not 0 <= numel * dtype.itemsize <= nbytes:
+        if numel * dtype.itemsize > nbytes:
             raise MalformedPickleError(
-                f"{show_name(name)} has {nbytes:,} bytes, expected {numel} elements of {dtype}"
+                f"{show_name(name)} has {nbytes:,} bytes, expected {numel:,} elements of {dtype}"
             )
         return ArchiveStorage(
             dtype,
@@ -235,6 +239,8 @@ def _read_directory(archive: _Archive) -> dict[str, _ZipFileInfo]:
     at -= _END_LOCATOR_64.size
     if at >= 0 and tail[at : at + 4] == b"PK\x06\x07":
         _, _, record_start, _ = _END_LOCATOR_64.unpack_from(tail, at)
+        if record_start + _END_RECORD_64.size > archive.nbytes:
+            raise MalformedPickleError("a zip archive whose directory is damaged")
         record = archive.read(record_start, _END_RECORD_64.size)
         signature, _, count, size, start = _END_RECORD_64.unpack(record)
         if signature != b"PK\x06\x06":
@@ -292,6 +298,8 @@ def _find_entry(
         raise MalformedPickleError(
             f"{show_name(name)} is compressed, expected stored as by torch.save"
         )
+    if entry.header + _LOCAL_ENTRY.size > archive.nbytes:
+        raise MalformedPickleError(f"the zip entry {show_name(name)} is beyond the end of the file")
     header = archive.read(entry.header, _LOCAL_ENTRY.size)
     signature, name_nbytes, extra_nbytes = _LOCAL_ENTRY.unpack(header)
     start = entry.header + _LOCAL_ENTRY.size + name_nbytes + extra_nbytes
