@@ -18,8 +18,12 @@ MAX_OBJECTS = 10_000_000
 """Maximum number of strings, containers and records in one pickle. Heuristic: the metadata of a
 checkpoint has about 15 for each chunk of a tensor."""
 
-MAX_ELEMENTS = 10 * MAX_OBJECTS
-"""Maximum number of elements of all containers; a container counts for each reference to it."""
+MIN_REFERENCES = 1_000_000
+"""Number of elements of containers that any pickle may have. Heuristic: visited within a second."""
+
+REFERENCES_PER_BYTE = 10
+"""Elements of containers per byte of a pickle. Those of a container that is inside of several
+others count for each of them. Heuristic: files have fewer than one per byte."""
 
 MAX_NESTING = 1_000
 """Maximum number of containers inside each other."""
@@ -154,7 +158,7 @@ class Interpreter:
             handler(self)
         if len(self.stack) != 1 or self.marked_stacks:
             raise MalformedPickleError("malformed pickle (it does not end with one object)")
-        check_nesting(self.stack[0])
+        check_nesting(self.stack[0], MIN_REFERENCES + REFERENCES_PER_BYTE * len(data))
         return self.stack[0]
 
     # reading
@@ -381,26 +385,27 @@ def _select_containers(value: object) -> list[object]:
     return [child for child in children_of(value) if type(child) not in _LEAF_CLASSES]
 
 
-def check_nesting(root: object) -> None:
+def check_nesting(root: object, max_references: int) -> None:
     """Raise if an object contains itself, is nested too deeply, or has too many elements.
 
     The walk follows every reference, as readers do, so a container counts for each of them.
     """
-    num_objects = num_elements = 0
+    num_references = 0
     path: list[tuple[int, list[object]]] = []
     path_ids: set[int] = set()
     children = [root]
     while True:
         if children:
             node = children.pop()
-            num_objects += 1
-            num_elements += _count_elements(node)
+            num_references += _count_elements(node)
             if id(node) in path_ids:
                 raise MalformedPickleError("a pickle with an object that contains itself")
             if len(path) >= MAX_NESTING:
                 raise MalformedPickleError(f"a pickle nested more than {MAX_NESTING:,} levels deep")
-            if num_objects > MAX_OBJECTS or num_elements > MAX_ELEMENTS:
-                raise MalformedPickleError(f"a pickle of more than {MAX_OBJECTS:,} objects")
+            if num_references > max_references:
+                raise MalformedPickleError(
+                    f"a pickle with more than {max_references:,} references to its objects"
+                )
             inner = _select_containers(node)
             if inner:
                 path.append((id(node), children))

@@ -197,7 +197,7 @@ def _make_dict(interpreter: Interpreter, args: tuple[object, ...]) -> object:
 
 
 def _make_default_dict(interpreter: Interpreter, args: tuple[object, ...]) -> object:
-    return _make_dict(interpreter, args[1:])
+    return _make_dict(interpreter, args[1:]) if len(args) <= 2 else None
 
 
 def _make_set(interpreter: Interpreter, args: tuple[object, ...]) -> object:
@@ -313,7 +313,7 @@ def _rebuild_tensor(interpreter: Interpreter, args: tuple[object, ...]) -> objec
 
 def _rebuild_tensor_of_dtype(interpreter: Interpreter, args: tuple[object, ...]) -> object:
     """Build a tensor from (storage, offset, shape, stride, requires_grad, hooks, dtype, ...)."""
-    if len(args) < 7 or not isinstance(args[0], ArchiveStorage) or any(args[7:]):
+    if not 7 <= len(args) <= 8 or not isinstance(args[0], ArchiveStorage) or any(args[7:]):
         return None
     return _make_tensor(interpreter, args[:4], args[6])
 

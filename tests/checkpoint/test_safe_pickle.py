@@ -93,7 +93,7 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def test_plain_data_equals_pickle_loads() -> None:
-    for seed in range(150):
+    for seed in range(60):
         value = random_value(random.Random(seed))
         for protocol in range(6):
             data = pickle.dumps(value, protocol)
@@ -347,8 +347,8 @@ def test_errors_name_an_unprintable_name_in_one_line() -> None:
         (b"cos\nsystem\n]q\x01h\x01a\x85R.", "contains itself"),
         (b"(" * 1100 + b".", "nested more than 1,000 levels deep"),
         (b"]" * 2000 + b"a" * 1999 + b".", "nested more than 1,000 levels deep"),
-        (b")" + b"\x85" * 200_000 + b".", "nested more than 1,000 levels deep"),
-        (b"cos\nsystem\n" + b")R" * 100_000 + b".", "nested more than 1,000 levels deep"),
+        (b")" + b"\x85" * 50_000 + b".", "nested more than 1,000 levels deep"),
+        (b"cos\nsystem\n" + b")R" * 20_000 + b".", "nested more than 1,000 levels deep"),
         (
             b"cargparse\nNamespace\nq\x000N" + b"\x85q\x010h\x00h\x01R" * 2000 + b".",
             "nested more than 1,000 levels deep",
@@ -371,16 +371,16 @@ def test_nesting_up_to_the_limit_is_read() -> None:
 
 def test_bombs_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle_interpreter, "MAX_OBJECTS", 10_000)
-    monkeypatch.setattr(pickle_interpreter, "MAX_ELEMENTS", 100_000)
     monkeypatch.setattr(pickle_interpreter, "MIN_MEMORY", 2**16)
+    monkeypatch.setattr(pickle_interpreter, "MIN_REFERENCES", 10_000)
     too_many = "a pickle of more than 10,000 objects"
     too_large = "a pickle that takes more than 4 times the memory of its file"
     sizes = b"](" + b"I5\n" * 2000 + b"eq\x000"
     assert reject(b"(" + b"]" * 20_000 + b"l.") == f"cannot read common.pt: {too_many}"
-    assert too_many in reject(b")" + b"2\x86" * 40 + b".")  # billion laughs
-    assert too_many in reject(b"](" + b"N" * 9 + b"e" + b"2\x86" * 40 + b".")
+    assert "more than 10,820 references" in reject(b")" + b"2\x86" * 40 + b".")  # billion laughs
+    assert "references to its objects" in reject(b"](" + b"N" * 9 + b"e" + b"2\x86" * 40 + b".")
     memo = b"]q\x00" + b"".join(b"](" + b"h%c" % n * 9 + b"eq%c" % (n + 1) for n in range(9))
-    assert too_many in reject(b"(" + memo + b"l.")
+    assert "references to its objects" in reject(b"(" + memo + b"l.")
     assert too_large in reject(b"(" + b"N" * 50_000 + b"l.")
     assert too_large in reject(b"N" + b"2" * 50_000 + b".")
     assert too_large in reject(b"(" + b"\x8f" * 5_000 + b"l.")
@@ -756,12 +756,12 @@ def parse_mutations(folder: Path, num_mutations: int) -> None:
             events.add(f"{event} {args!r:.200}")
 
     sys.addaudithook(record)
-    num_read = 0
+    num_parsed = 0
     for seed in range(num_mutations):
         rng = random.Random(seed)
         data = mutate(rng.choice(files), rng)
         try:
-            num_read += read_all(data)
+            num_parsed += read_all(data)
         except BaseException as error:
             active = False
             raise AssertionError(f"seed {seed}: {error!r}") from error
@@ -772,7 +772,7 @@ def parse_mutations(folder: Path, num_mutations: int) -> None:
     active = False
     opened = [event for event in events if str(archive_path) not in event]
     others = in_memory + [event for event in opened if not event.startswith("mmap.__new__")]
-    print(f"read {num_read}, events {others}")
+    print(f"read {num_parsed}, events {others}")
 
 
 def run_mutations(folder: Path, dcp_folder: Path, num_mutations: int) -> None:
@@ -798,8 +798,8 @@ def run_mutations(folder: Path, dcp_folder: Path, num_mutations: int) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("events []\n"), result.stdout
-    num_read = int(result.stdout.split()[1].rstrip(","))
-    assert 0.02 * num_mutations < num_read < 0.9 * num_mutations, result.stdout
+    num_parsed = int(result.stdout.split()[1].rstrip(","))
+    assert 0.02 * num_mutations < num_parsed < 0.9 * num_mutations, result.stdout
 
 
 def test_mutated_files_execute_nothing_and_raise_checkpoint_errors(
@@ -821,8 +821,8 @@ def test_memory_of_a_bomb_is_bounded() -> None:
         "import resource, sys\n"
         "from megalith.checkpoint.safe_pickle import parse_pickle\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "for data in (b')' + b'2\\x86' * 60 + b'.', b'(' + b']' * 12_000_000 + b'l.',\n"
-        "             b'(' + b'\\x8f' * 12_000_000 + b'l.', b'N' + b'2' * 12_000_000 + b'.'):\n"
+        "for data in (b')' + b'2\\x86' * 60 + b'.', b'(' + b']' * 9_000_000 + b'l.',\n"
+        "             b'(' + b'\\x8f' * 9_000_000 + b'l.', b'N' + b'2' * 9_000_000 + b'.'):\n"
         "    try:\n"
         "        parse_pickle(data, source='x')\n"
         "        sys.exit('accepted')\n"
