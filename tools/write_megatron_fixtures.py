@@ -521,7 +521,9 @@ def write_case(name: str, out: Path) -> None:
         start_processes(
             run_rank, (port, name, folder, Path(scratch)), nprocs=world, start_method="spawn"
         )
-        saved = [torch.load(Path(scratch) / f"{rank}.pt") for rank in range(world)]
+        saved = [
+            torch.load(Path(scratch) / f"{rank}.pt", weights_only=True) for rank in range(world)
+        ]
         parts = [part for rank in saved for part in rank]
         write_safetensors(assemble(parts), folder / "reference.safetensors")
         write_archive(folder, out / f"{name}.tar.xz")

@@ -2,6 +2,7 @@
 state outside of tensors."""
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ def locate_iteration(path: Path, step: int | None = None) -> Path:
     named, problem = _read_tracker(path)
     if named in iterations:
         return iterations[named]
-    limit = None if named is None else _iteration_number(named)
+    limit = _iteration_number(named) if named not in (None, RELEASE) else None
     usable = [
         folder
         for name, folder in reversed(iterations.items())
@@ -186,11 +187,11 @@ def locate_iteration(path: Path, step: int | None = None) -> Path:
 def _read_tracker(path: Path) -> tuple[str | None, str]:
     """Return the folder that the tracker file names, or None and the problem of the file."""
     try:
-        data = storage.read_range(path / TRACKER, 0, _TRACKER_NBYTES)
+        data = storage.read_bytes(path / TRACKER, max_nbytes=_TRACKER_NBYTES)
     except FileNotFoundError:
         return None, f"{TRACKER} is missing"
     except OSError as error:
-        return None, f"{TRACKER} cannot be read ({error.strerror})"
+        return None, f"{TRACKER} cannot be read ({error.strerror or error})"
     text = data.decode("latin1").strip(" \t\r\n\0")
     if text == RELEASE:
         return RELEASE, ""
@@ -247,7 +248,11 @@ def read_common(path: Path) -> dict[str, Any] | None:  # values of a parsed pick
         CheckpointError: the file cannot be read, or does not contain a dict of names.
     """
     file = path / COMMON
-    return check_common(read_archive(file), str(file)) if file.exists() else None
+    if not os.path.lexists(file):
+        return None
+    if not file.is_file():  # opening a pipe would wait for its writer
+        raise CheckpointError(f"cannot read {file}: it is not a regular file. {COPY}")
+    return check_common(read_archive(file), str(file))
 
 
 def check_common(value: object, source: str) -> dict[str, Any]:  # as above

@@ -139,7 +139,7 @@ def read_zarr_folder(path: Path) -> MegatronFolder:
             problems.append(f"{path.name}/{key}: {error}")
             continue
         for name in names:
-            if _OBJECT_NAME.fullmatch(name):
+            if _OBJECT_NAME.fullmatch(name) and (path / key / name).is_file():
                 objects[f"{key}/{name.removesuffix('.pt')}"] = _make_reader(path / key / name)
     if problems:
         raise CheckpointError(f"{path}:\n{list_problems(problems)}\n{COPY}")

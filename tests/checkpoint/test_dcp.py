@@ -354,6 +354,9 @@ def test_folder_without_common_state_is_rejected(damaged: Path) -> None:
     assert "common.pt: found list, expected a dict of names" in read_error(damaged)
     (damaged / "common.pt").write_bytes(b"no archive")
     assert "common.pt" in read_error(damaged)
+    (damaged / "common.pt").unlink()
+    os.mkfifo(damaged / "common.pt")
+    assert "common.pt: it is not a regular file" in read_error(damaged)
 
 
 def test_stored_iteration_that_differs_from_the_folder_is_an_error(damaged: Path) -> None:
@@ -598,6 +601,8 @@ def test_tracker_of_a_missing_folder_selects_an_older_one(
     set_tracker(run, "150")
     assert locate_iteration(run) == run / "iter_0000100"
     assert "tracker file names iter_0000150, which does not exist" in caplog.text
+    set_tracker(run, "release")
+    assert locate_iteration(run) == run / "iter_0000200"
     set_tracker(run, "50")
     with pytest.raises(CheckpointError, match="no older iteration is complete"):
         locate_iteration(run)
