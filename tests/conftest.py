@@ -1,12 +1,14 @@
 """What every test runs under: one thread, no network, no GPU-dependent default, a fixed
 environment."""
 
+import functools
 import gc
 import ipaddress
 import os
 import re
 import signal
 import socket
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,22 @@ def is_local(address: Any) -> bool:  # whatever a socket takes: (host, port, ...
         return ipaddress.ip_address(host.split("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+@pytest.fixture(scope="session")
+def megatron_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that extracts an archive of `tests/checkpoint/megatron/`: a folder that
+    megatron-core saved, with `reference.safetensors`. Tests that change files copy the folder."""
+
+    @functools.cache
+    def extract(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("megatron")
+        archive = Path(__file__).parent / "checkpoint" / "megatron" / f"{name}.tar.xz"
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        return folder / name
+
+    return extract
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from megalith.checkpoint.format import (
     describe_tiling_problem,
     inner_view,
     lengths,
+    numel,
     show_box,
 )
 from megalith.errors import CheckpointError
@@ -54,19 +55,20 @@ class ChunkedTensor:
             CheckpointError: the chunks do not cover the box, or a file is damaged.
         """
         box = tuple((0, size) for size in self.shape) if box is None else box
-        values = torch.empty(lengths(box), dtype=self.dtype if dtype is None else dtype)
-        target = TensorPiece(box, values)
         parts = [part for chunk in self.chunks if (part := intersect(chunk.box, box)) is not None]
         distinct = list(dict.fromkeys(parts))
         moved = [
             tuple((a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
             for part in distinct
         ]
-        if values.numel() and (problem := describe_tiling_problem(lengths(box), moved)):
+        if numel(box) and (problem := describe_tiling_problem(lengths(box), moved)):
             raise CheckpointError(
                 f"{self.name}{show_box(box)} is not covered by the stored chunks ({problem}). "
                 "Copy the checkpoint again, with all of its files."
             )
+        # only now: the size of a tensor in a damaged file may be anything
+        values = torch.empty(lengths(box), dtype=self.dtype if dtype is None else dtype)
+        target = TensorPiece(box, values)
         for chunk in self.chunks:
             part = intersect(chunk.box, box)
             if part in distinct:
