@@ -220,16 +220,16 @@ def _has_shared_experts(config: ModelConfig, layer: int) -> bool:
 
 
 _GATED_EXPERTS = (
-    TensorRow("linear_fc1.weight", "gate_up", "e (2 moe_f) expert_h"),
-    TensorRow("linear_fc1.bias", "gate_up_bias", "e (2 moe_f)", when="moe.biases"),
+    TensorRow("linear_fc1.weight", "experts.gate_up", "e (2 moe_f) expert_h"),
+    TensorRow("linear_fc1.bias", "experts.gate_up_bias", "e (2 moe_f)", when="moe.biases"),
 )
 _UNGATED_EXPERTS = (
-    TensorRow("linear_fc1.weight", "up", "e moe_f expert_h"),
-    TensorRow("linear_fc1.bias", "up_bias", "e moe_f", when="moe.biases"),
+    TensorRow("linear_fc1.weight", "experts.up", "e moe_f expert_h"),
+    TensorRow("linear_fc1.bias", "experts.up_bias", "e moe_f", when="moe.biases"),
 )
 _EXPERTS_DOWN = (
-    TensorRow("linear_fc2.weight", "down", "e expert_h moe_f"),
-    TensorRow("linear_fc2.bias", "down_bias", "e expert_h", when="moe.biases"),
+    TensorRow("linear_fc2.weight", "experts.down", "e expert_h moe_f"),
+    TensorRow("linear_fc2.bias", "experts.down_bias", "e expert_h", when="moe.biases"),
 )
 _EXPERTS = "mlp.experts.experts"
 
@@ -260,12 +260,10 @@ _MLP = (
         ),
         has_experts,
     ),
-    TensorGroup(
-        _EXPERTS, "moe.experts", _GATED_EXPERTS + _EXPERTS_DOWN, _all_of(has_experts, _is_gated)
-    ),
+    TensorGroup(_EXPERTS, "moe", _GATED_EXPERTS + _EXPERTS_DOWN, _all_of(has_experts, _is_gated)),
     TensorGroup(
         _EXPERTS,
-        "moe.experts",
+        "moe",
         _UNGATED_EXPERTS + _EXPERTS_DOWN,
         _all_of(has_experts, _is_not_gated),
     ),
@@ -503,7 +501,7 @@ QKV_VERSION = 2
 """Checkpoint version from which query, key and value of each KV group are consecutive."""
 
 
-class _Part(NamedTuple):
+class _StoredPart(NamedTuple):
     """A tensor of the files, and the part of a canonical tensor that it is."""
 
     location: TensorKey
@@ -522,7 +520,7 @@ def normalize_tensors(folder: MegatronFolder, model: ModelConfig) -> dict[str, C
             the model; all of them are named.
     """
     expected = megatron_tensors(model)
-    parts: dict[tuple[Role, str], list[_Part]] = {}
+    parts: dict[tuple[Role, str], list[_StoredPart]] = {}
     unknown_keys: list[str] = []
     problems: list[str] = []
     for key, tensor in folder.tensors.items():
@@ -539,7 +537,7 @@ def normalize_tensors(folder: MegatronFolder, model: ModelConfig) -> dict[str, C
             continue
         for one in locations:
             part = tensor if one.layer is None else tensor.select(one.layer)
-            parts.setdefault((one.role, one.name), []).append(_Part(one, part))
+            parts.setdefault((one.role, one.name), []).append(_StoredPart(one, part))
     if unknown_keys:
         problems.append(
             f"tensors that a model with these arguments does not have: {_list_names(unknown_keys)}"
@@ -573,7 +571,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _merge(
-    name: str, shape: tuple[int, ...], parts: Sequence[_Part], model: ModelConfig
+    name: str, shape: tuple[int, ...], parts: Sequence[_StoredPart], model: ModelConfig
 ) -> ChunkedTensor:
     """Return one tensor of parts: experts, and gate and up."""
     (location, tensor), *others = parts
