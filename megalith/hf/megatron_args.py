@@ -30,6 +30,7 @@ from megalith.megatron.parse import (
     read_flag_table,
 )
 from megalith.megatron.translate import translate
+from megalith.rules.model import network_problems
 
 # --- stored arguments as words of a command line
 
@@ -370,10 +371,12 @@ def _build_model(settings: Mapping[str, Plain], problems: list[str]) -> ModelCon
             node = node.setdefault(section, {})
         node[sections[-1]] = value
     try:
-        return from_dict(ModelConfig, tree)
+        model = from_dict(ModelConfig, tree)
     except ConfigError as error:
         problems.append(str(error))
         return None
+    problems += network_problems(model, trains=False)
+    return None if problems else model
 
 
 def _find_vocabulary(
@@ -721,5 +724,7 @@ def _mup_args(model: ModelConfig) -> dict[str, Plain]:
         "mup_base_head_dim": mup.base_head_dim,
         "mup_attn_scale_power": mup.attention_scale_power,
         "mup_embedding_mult": model.embedding_scale,
-        "mup_output_mult": model.logit_scale / model.width_factor(),
+        "mup_output_mult": 1.0
+        if model.logit_scale == 1
+        else model.logit_scale / model.width_factor(),
     }

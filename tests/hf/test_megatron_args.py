@@ -216,8 +216,8 @@ def test_training_arguments_become_a_run_without_layout_and_folders() -> None:
     run = translated.run
     assert run is not None
     assert run.model == translated.model
-    assert (run.train.steps, run.train.global_batch_size, run.train.seed) == (100, 16, 7)
-    assert (run.optim.lr, run.parallel.pp, run.parallel.tp) == (1e-3, 1, 1)
+    assert (run.train.steps, run.train.global_batch_size, run.seed) == (100, 16, 7)
+    assert (run.schedule.lr, run.parallel.pp, run.parallel.tp) == (1e-3, 1, 1)
 
 
 def test_progress_is_read_from_the_arguments_and_the_common_state() -> None:
@@ -285,7 +285,8 @@ def test_architectures_without_a_setting_are_errors(name: str, value: object) ->
 
 
 def test_sizes_that_contradict_each_other_are_an_error() -> None:
-    assert translate(hidden_size=65, kv_channels=None).problems
+    (problem,) = translate(num_query_groups=3).problems
+    assert problem.startswith("model.num_kv_heads=3 does not divide model.num_heads=8")
 
 
 def test_arguments_of_no_flag_are_listed() -> None:
@@ -361,7 +362,7 @@ EXPRESSIBLE = {
     ),
     "unnormalized": replace(LLAMA, moe=replace(MOE, router=RouterConfig(norm_topk_prob=False))),
     "mtp": replace(LLAMA, mtp=MTPConfig(num_layers=2, loss_weight=0.3)),
-    "mup": replace(LLAMA, mup=MuPConfig(base_hidden_size=32), logit_scale=2.0, embedding_scale=3.0),
+    "mup": replace(LLAMA, mup=MuPConfig(base_hidden_size=32), logit_scale=3.0, embedding_scale=3.0),
 }
 
 
