@@ -5,6 +5,7 @@ Arguments become the words of a command line, which `megalith.megatron` translat
 checkpoint and a launch script with the same arguments give the same model.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from megalith.config.data import TokenizerConfig
 from megalith.config.fields import Plain
-from megalith.config.model import ModelConfig
+from megalith.config.model import EQUAL_LAYERS, LayersConfig, ModelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import differences, from_dict
 from megalith.errors import CheckpointError, ConfigError, raise_all
@@ -212,6 +213,32 @@ class _WordList:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+DERIVED = frozenset(
+    {
+        "rank",
+        "world_size",
+        "local_rank",
+        "data_parallel_size",
+        "transformer_pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "consumed_train_samples",
+        "consumed_valid_samples",
+        "skipped_train_samples",
+        "iteration",
+        "curr_iteration",
+        "num_floating_point_operations_so_far",
+        "params_dtype",
+        "model_type",
+        "do_train",
+        "do_valid",
+        "do_test",
+        "start_time",
+        "variable_seq_lengths",
+    }
+)
+"""Arguments that the training script computes from others, or counts."""
 
 
 # --- translation
@@ -487,7 +514,7 @@ def _read_progress(fields: Mapping[str, Any], common: Mapping[str, Any]) -> Trai
 
 def _find_unknown(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of arguments that no flag has, unless they are false or empty."""
-    known = set(INVERTED.values())
+    known = {*INVERTED.values(), *DERIVED}
     for flag in read_flag_table():
         for name in (flag.flag, *flag.aliases):
             dest = name.removeprefix("--").replace("-", "_")
@@ -537,7 +564,7 @@ def model_to_args(model: ModelConfig) -> dict[str, Plain]:
         "mtp_loss_scaling_factor": model.mtp.loss_weight,
     }
     args |= _mlp_args(model) | _attention_args(model) | _position_args(model) | _moe_args(model)
-    args |= _mup_args(model)
+    args |= _mup_args(model) | _block_args(model)
     check_model_is_expressed(args, model)
     return args
 
@@ -563,10 +590,29 @@ def check_model_is_expressed(args: Mapping[str, Plain], model: ModelConfig) -> N
 
 
 def _canonical(model: ModelConfig) -> ModelConfig:
-    """Return the canonical form of a model, without biases of MLPs that it does not have."""
+    """Return the canonical form of a model: without biases of MLPs that it does not have, and with
+    the sizes of each layer."""
     moe = model.moe
     has_mlp = moe is None or moe.shared_ffn_hidden_size or not _has_experts_everywhere(model)
-    return canonical(model if has_mlp else replace(model, mlp_bias=False))
+    layers = EQUAL_LAYERS
+    if model.layers != EQUAL_LAYERS:
+        sizes = [model.at(layer) for layer in range(model.num_layers)]
+        attention = tuple(model.attention_part(layer) for layer in range(model.num_layers))
+        mlp = tuple(model.mlp_part(layer) for layer in range(model.num_layers))
+        layers = LayersConfig(
+            attention=attention,
+            mlp=mlp,
+            num_kv_heads=tuple(
+                own.num_kv_heads if part == "full" else model.num_kv_heads
+                for own, part in zip(sizes, attention, strict=True)
+            ),
+            ffn_hidden_size=tuple(
+                own.ffn_hidden_size if part == "full" else model.ffn_hidden_size
+                for own, part in zip(sizes, mlp, strict=True)
+            ),
+        )
+    mlp_bias = model.mlp_bias and bool(has_mlp)
+    return canonical(replace(model, mlp_bias=mlp_bias, layers=layers))
 
 
 def _has_experts_everywhere(model: ModelConfig) -> bool:
@@ -587,6 +633,33 @@ def _mlp_args(model: ModelConfig) -> dict[str, Plain]:
         "add_bias_linear": all_biases,
         "add_qkv_bias": model.qkv_bias,
     }
+
+
+def _block_args(model: ModelConfig) -> dict[str, Plain]:
+    """Return the block configs of layers that differ; Megatron reads the text if both arguments
+    are set."""
+    if model.layers == EQUAL_LAYERS:
+        return {}
+    blocks = []
+    for layer in range(model.num_layers):
+        sizes = model.at(layer)
+        attention, mlp = model.attention_part(layer), model.mlp_part(layer)
+        num_groups = sizes.num_kv_heads if attention == "full" else None
+        ffn_size = sizes.ffn_hidden_size if mlp == "full" else None
+        blocks.append(
+            {
+                "attention": {**_write_part(attention), "num_query_groups": num_groups},
+                "mlp": {**_write_part(mlp), "ffn_hidden_size": ffn_size},
+            }
+        )
+    return {
+        "heterogeneous_layers_config_path": "block_configs.json",
+        "heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": blocks}),
+    }
+
+
+def _write_part(part: str) -> dict[str, bool]:
+    return {"no_op": part == "none", "replace_with_linear": part == "linear"}
 
 
 def _attention_args(model: ModelConfig) -> dict[str, Plain]:

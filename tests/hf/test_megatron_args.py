@@ -10,6 +10,7 @@ import pytest
 from megalith.config.model import (
     AttentionConfig,
     DropoutConfig,
+    LayersConfig,
     MLAConfig,
     ModelConfig,
     MTPConfig,
@@ -290,7 +291,7 @@ def test_sizes_that_contradict_each_other_are_an_error() -> None:
 
 
 def test_arguments_of_no_flag_are_listed() -> None:
-    assert translate(new_option=3, other_option=False).unknown == ("new_option",)
+    assert translate(new_option=3, other_option=False, world_size=4).unknown == ("new_option",)
 
 
 def test_args_of_another_type_are_an_error() -> None:
@@ -362,6 +363,15 @@ EXPRESSIBLE = {
     ),
     "unnormalized": replace(LLAMA, moe=replace(MOE, router=RouterConfig(norm_topk_prob=False))),
     "mtp": replace(LLAMA, mtp=MTPConfig(num_layers=2, loss_weight=0.3)),
+    "heterogeneous": replace(
+        LLAMA,
+        layers=LayersConfig(
+            attention=("full", "linear", "none"),
+            mlp=("linear", "full", "full", "none"),
+            num_kv_heads=(1, 2, 2, 2),
+            ffn_hidden_size=(96, 96, 40),
+        ),
+    ),
     "mup": replace(LLAMA, mup=MuPConfig(base_hidden_size=32), logit_scale=3.0, embedding_scale=3.0),
 }
 
