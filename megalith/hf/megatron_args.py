@@ -13,7 +13,8 @@ from typing import Any
 
 from megalith.config.data import TokenizerConfig
 from megalith.config.fields import Plain
-from megalith.config.model import EQUAL_LAYERS, LayersConfig, ModelConfig
+from megalith.config.model import EQUAL_LAYERS, MAX_LAYERS, LayersConfig, ModelConfig
+from megalith.config.moe import MAX_EXPERTS
 from megalith.config.train import TrainRun
 from megalith.config.tree import differences, from_dict
 from megalith.errors import CheckpointError, ConfigError, raise_all
@@ -89,6 +90,16 @@ POSITIVE = frozenset(
     }
 )
 """Arguments that are sizes. `num_experts` and `mtp_num_layers` may also be 0: none."""
+
+LIMITS: Mapping[str, int] = {
+    "num_layers": MAX_LAYERS,
+    "mtp_num_layers": MAX_LAYERS,
+    "num_experts": MAX_EXPERTS,
+}
+"""Smaller limits of sizes, of which plans make lists."""
+
+LAYER_PATTERNS = frozenset({"moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"})
+"""Arguments that mark every Nth layer, or list the layers."""
 
 _MAY_BE_ZERO = frozenset({"num_experts", "mtp_num_layers"})
 
@@ -192,6 +203,8 @@ class _WordList:
             return None
         if name in POSITIVE and not self._check_size(name, items[0]):
             return None
+        if name in LAYER_PATTERNS and not self._check_pattern(name, texts):
+            return None
         if flag.type == "list":
             return [flag.flag, *texts]
         if isinstance(value, list | tuple):
@@ -199,13 +212,24 @@ class _WordList:
             texts = [f"[{joined}]" if flag.flag != "--window-size" else joined]
         return [f"{flag.flag}={texts[0]}"]
 
-    def _check_size(self, name: str, value: object) -> bool:
-        """Return whether a size is in range; if not, that is a problem."""
-        smallest = 0 if name in _MAY_BE_ZERO else 1
-        if isinstance(value, int | float) and smallest <= value < MAX_SIZE:
+    def _check_pattern(self, name: str, texts: list[str]) -> bool:
+        """Return whether the numbers of a layer pattern are in range; if not, that is a problem."""
+        numbers = [text for text in texts if text.isdecimal()]
+        if all(len(text) < 10 and int(text) <= MAX_LAYERS for text in numbers):
             return True
         self.problems.append(
-            f"args.{name}={value!r:.80}: expected a size from {smallest} to {MAX_SIZE - 1}. "
+            f"args.{name}={' '.join(texts)!r:.80}: expected numbers up to {MAX_LAYERS}. Correct "
+            "the args."
+        )
+        return False
+
+    def _check_size(self, name: str, value: object) -> bool:
+        """Return whether a size is in range; if not, that is a problem."""
+        smallest, largest = int(name not in _MAY_BE_ZERO), LIMITS.get(name, MAX_SIZE)
+        if isinstance(value, int | float) and smallest <= value <= largest:
+            return True
+        self.problems.append(
+            f"args.{name}={value!r:.80}: expected a size from {smallest} to {largest}. "
             "Correct the args."
         )
         return False
@@ -416,10 +440,10 @@ def _find_vocabulary(
         value = word_list.fields.get(name)
         if value is None:
             continue
-        if not _is_whole(value) or not 1 <= value < MAX_SIZE:
+        if not _is_whole(value) or not 1 <= value <= MAX_SIZE:
             if not any(text.startswith(f"args.{name}=") for text in problems):
                 problems.append(
-                    f"args.{name}={value!r:.80}: expected a size from 1 to {MAX_SIZE - 1}. Correct "
+                    f"args.{name}={value!r:.80}: expected a size from 1 to {MAX_SIZE}. Correct "
                     "the args."
                 )
             return {}

@@ -426,3 +426,61 @@ def test_settings_that_megatron_cannot_express_are_named(model: ModelConfig, fie
         model_to_args(model)
     assert field in str(caught.value)
     assert "cannot express this setting" in str(caught.value)
+
+
+ODD_VALUES = (
+    "x",
+    "--swiglu",
+    "[" * 2000,
+    "9" * 5000,
+    "1" * 12,
+    "$HOME",
+    -1,
+    0,
+    1,
+    2**31,
+    2**70,
+    1.5,
+    math.nan,
+    math.inf,
+    True,
+    [],
+    [1, "x"],
+    [[1]],
+    {"a": 1},
+    b"x",
+    object(),
+)
+"""Values of no sensible type or range."""
+
+MORE_ARGS = {
+    "num_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_load_balancing_type": "aux_loss",
+    "mtp_num_layers": 1,
+    "window_size": (7, 0),
+    "window_attn_skip_freq": 2,
+    "no_rope_freq": 2,
+    "heterogeneous_layers_config_encoded_json": "",
+    "heterogeneous_layers_config_path": "",
+    "rotary_percent": 1.0,
+    "rotary_scaling_factor": 1.0,
+    "multi_latent_attention": False,
+    "make_vocab_size_divisible_by": 128,
+    "mup_width_mult": 1.0,
+    "use_mup": False,
+    "use_rope_scaling": True,
+    "mrope_section": None,
+    "start_weight_decay": None,
+}
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: repr(value)[:12])
+def test_no_value_raises_an_unexpected_error(value: object) -> None:
+    args = ARGS | MORE_ARGS | TRAINING
+    for name in ARGS | MORE_ARGS:
+        translated = translate_args(args | {name: value})
+        assert (translated.model is None) == bool(translated.problems), name
