@@ -381,7 +381,7 @@ def translate_args(
     if not problems:
         model = _build_model(settings, problems)
     tokenizer, tokenizer_problem = _read_tokenizer(arguments)
-    run, run_problems = None, tuple(problems)
+    run, run_problems = None, tuple(f"{problem:.1000}" for problem in problems)
     if model is not None:
         extra = ["--vocab-size", str(model.vocab_size), "--padded-vocab-size"]
         extra.append(str(model.padded_vocab_size()))
@@ -395,7 +395,7 @@ def translate_args(
         run=run,
         run_problems=run_problems,
         progress=_read_progress(fields, common or {}),
-        problems=tuple(problems),
+        problems=tuple(f"{problem:.1000}" for problem in problems),
         notes=tuple(
             f"{entry.flag}: {entry.text}" for entry in draft.entries if entry.verdict == "explained"
         ),

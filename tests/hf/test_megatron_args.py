@@ -484,3 +484,4 @@ def test_no_value_raises_an_unexpected_error(value: object) -> None:
     for name in ARGS | MORE_ARGS:
         translated = translate_args(args | {name: value})
         assert (translated.model is None) == bool(translated.problems), name
+        assert all(len(problem) <= 1000 for problem in translated.problems)
