@@ -122,11 +122,16 @@ def replace_file(path: Path, data: bytes) -> None:
     remove_file(temporary)  # left by a killed process with the same id
     try:
         write_new(temporary, data)
-        os.replace(temporary, path)
+        _replace(temporary, path)
     except OSError:
         remove_file(temporary)
         raise
     sync_folder(path.parent)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename a file over another one."""
+    os.replace(source, target)
 
 
 def rename(source: Path, target: Path) -> None:

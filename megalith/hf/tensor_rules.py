@@ -247,6 +247,10 @@ class TensorRow:
     zeros: str = ""
     """Setting with which the tensor exists without its parameter, filled with zeros."""
 
+    per_group: bool = False
+    """Whether the first two dims of the view are KV groups and the query heads of each, which
+    together are the first dim of the parameter."""
+
     def build(self, sizes: Mapping[str, int]) -> TensorRule:
         """Return the rule for dims of these sizes; of expert 0 if the row is repeated."""
         groups = _parse_dims(self.dims)
@@ -346,9 +350,16 @@ class TensorTable:
     layers: str = "model.layers"
     """Prefix of the names of a layer's tensors, before its number."""
 
+    mtp_layers: str = ""
+    """Prefix of the names of an MTP layer's tensors, before its number; empty: MTP layers are
+    numbered after the last layer."""
+
+    mtp_transformer_layer: str = ""
+    """Name of the transformer layer in an MTP layer, after a dot; empty: its tensors have no prefix
+    of their own."""
+
     mtp_input: tuple[TensorRow, ...] = ()
-    """Tensors of an MTP layer before those of its transformer layer; MTP layers are numbered after
-    the last layer."""
+    """Tensors of an MTP layer before those of its transformer layer."""
 
     mtp_output: tuple[TensorRow, ...] = ()
     """Tensors of an MTP layer after those of its transformer layer."""
@@ -365,8 +376,11 @@ def build_rules(table: TensorTable, config: ModelConfig) -> list[TensorRule]:
     rules += _expand(table.head, config)
     for depth in range(config.mtp.num_layers if table.mtp_input else 0):
         name, parameter = f"{table.layers}.{config.num_layers + depth}", f"mtp.{depth}"
+        if table.mtp_layers:
+            name = f"{table.mtp_layers}.{depth}"
         rules += _expand(table.mtp_input, config, name, parameter)
-        rules += _layer_rules(table, config, config.num_layers - 1, name, f"{parameter}.layer")
+        inner = f"{name}{table.mtp_transformer_layer}"
+        rules += _layer_rules(table, config, config.num_layers - 1, inner, f"{parameter}.layer")
         rules += _expand(table.mtp_output, config, name, parameter)
     return rules
 
@@ -411,8 +425,36 @@ def _expand(
     for is_repeated, group in groupby(present, lambda row: EXPERT in row.name):
         unnamed = [(row, _build_present(row, config, sizes)) for row in group]
         for expert in range(sizes["e"] if is_repeated else 1):
-            rules += [_named(rule, row, (name, parameter), expert) for row, rule in unnamed]
+            rules += [
+                _named(part, row, (name, parameter), expert)
+                for row, rule in unnamed
+                for part in (_split_groups(rule) if row.per_group else [rule])
+            ]
     return rules
+
+
+def _split_groups(rule: TensorRule) -> list[TensorRule]:
+    """Return a rule for each KV group of a rule whose view starts with KV groups and query heads;
+    one rule if each group has one query head.
+
+    >>> row = TensorRow("qkv", "q", "(g r+2[0:r] d)", per_group=True)
+    >>> [part.box for part in _split_groups(row.build({"g": 2, "r": 3, "d": 4}))]
+    [((0, 3), (0, 4)), ((3, 6), (0, 4))]
+    """
+    (_, num_groups), (start, stop), *others = rule.at
+    num_heads, dims = stop - start, range(1, len(rule.view))
+    if num_heads == 1:
+        box = ((0, num_groups), *((0, b - a) for a, b in others))
+        return [replace(rule, box=box, dims=(0, *dims[1:]))]
+    return [
+        replace(
+            rule,
+            at=((group, group + 1), *rule.at[1:]),
+            box=((group * num_heads, (group + 1) * num_heads), *((0, b - a) for a, b in others)),
+            dims=tuple(dims),
+        )
+        for group in range(num_groups)
+    ]
 
 
 def _build_present(row: TensorRow, config: ModelConfig, sizes: Mapping[str, int]) -> TensorRule:
@@ -442,13 +484,14 @@ def _named(rule: TensorRule, row: TensorRow, prefixes: tuple[str, str], expert: 
 
 
 def _dim_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of named dims: h hidden, n heads, g KV heads, d head dim, f ffn, v vocab,
-    e experts."""
+    """Return the sizes of named dims: h hidden, n heads, g KV heads, r query heads per KV head, d
+    head dim, f ffn, v vocab, e experts."""
     sizes = {
         "v": config.vocab_size,
         "h": config.hidden_size,
         "n": config.num_heads,
         "g": config.num_kv_heads,
+        "r": config.num_heads // config.num_kv_heads,
         "d": config.head_size(),
         "f": config.ffn_hidden_size,
         "positions": config.max_seq_len,
@@ -458,6 +501,7 @@ def _dim_sizes(config: ModelConfig) -> dict[str, int]:
             "e": moe.num_experts,
             "moe_f": moe.ffn_hidden_size,
             "shared_f": moe.shared_ffn_hidden_size or 0,
+            "expert_h": moe.latent_size or config.hidden_size,
         }
     if (mla := config.mla) is not None:
         sizes |= {

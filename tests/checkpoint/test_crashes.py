@@ -1,0 +1,147 @@
+"""A crash after any effect on the disk leaves the older or the newer checkpoint, bit for bit."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith import storage
+from megalith.checkpoint import save
+from megalith.checkpoint.format import CheckpointEntry, folder_name
+from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
+from megalith.checkpoint.save import remove_leftovers, set_aside_damaged
+from megalith.parallel.group import single_rank_group
+from megalith.testing.disk import SimulatedDisk, crash_states, record_effects, write_contents
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Callable[[Path, Callable[[], object]], Iterator[tuple[str, Path]]]:
+    """Return a function that runs some work on a folder and yields (crash, folder after it)."""
+
+    def run(folder: Path, work: Callable[[], object]) -> Iterator[tuple[str, Path]]:
+        disk = SimulatedDisk(folder)
+        with record_effects(folder) as effects:
+            work()
+        assert effects
+        disks = tmp_path / "disks"
+        before = len(list(disks.iterdir())) if disks.exists() else 0
+        for number, (label, contents) in enumerate(crash_states(disk, effects), before):
+            copy = disks / str(number)
+            write_contents(contents, copy)
+            yield label, copy
+
+    return run
+
+
+def load(path: Path, tiny: SimpleNamespace) -> dict[str, torch.Tensor]:
+    """Load all tensors of a checkpoint on one rank."""
+    entries: list[CheckpointEntry] = tiny.cut(tiny.model(), 1, 1, blank=True)[0]
+    open_checkpoint(path).load_into(entries, single_rank_group("world"))
+    return {entry.key: entry.tensor for entry in entries}
+
+
+def is_model(tensors: dict[str, torch.Tensor], seed: int, tiny: SimpleNamespace) -> bool:
+    """Return whether the tensors are those of the model of a seed, bit for bit."""
+    entries: list[CheckpointEntry] = tiny.cut(tiny.model(seed), 1, 1)[0]
+    return all(torch.equal(tensors[entry.key], entry.tensor) for entry in entries)
+
+
+def check_state(
+    label: str, folder: Path, allowed: dict[int, list[int]], tiny: SimpleNamespace
+) -> tuple[int, int]:
+    """Recover a folder after a crash and return its newest (step, seed); `allowed`: seeds of each
+    step that it may have."""
+    remove_leftovers(folder)
+    newest = find_latest(folder)
+    assert newest is not None, label
+    step = int(newest.name.removeprefix("step_"))
+    tensors = load(newest, tiny)
+    seeds = [seed for seed in allowed.get(step, []) if is_model(tensors, seed, tiny)]
+    assert len(seeds) == 1, (label, step)
+    names = set(storage.list_names(folder))
+    extra = names - {folder_name(step) for step in allowed} - {"latest"}
+    assert not extra, (label, extra)
+    return step, seeds[0]
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+def test_crash_in_a_save_leaves_the_older_or_the_newer_checkpoint(
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    states: Callable[..., Iterator[tuple[str, Path]]],
+    layout: tuple[int, int],
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    tiny.save(folder, 1, tiny.cut(tiny.model(1), *layout))
+    steps = set()
+    for label, copy in states(
+        folder, lambda: tiny.save(folder, 2, tiny.cut(tiny.model(2), *layout))
+    ):
+        steps.add(check_state(label, copy, {1: [1], 2: [2]}, tiny))
+    assert steps == {(1, 1), (2, 2)}
+
+
+def test_crash_in_an_overwrite_or_in_retention_leaves_a_complete_checkpoint(
+    tmp_path: Path, tiny: SimpleNamespace, states: Callable[..., Iterator[tuple[str, Path]]]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (1, 2):
+        tiny.save_alone(folder, step, seed=step)
+    outcomes = set()
+    for label, copy in states(folder, lambda: tiny.save_alone(folder, 2, seed=5, keep=1)):
+        outcomes.add(check_state(label, copy, {1: [1], 2: [2, 5]}, tiny))
+    assert outcomes == {(2, 2), (2, 5)}
+
+
+def test_crash_in_a_recovery_does_not_prevent_the_next_one(
+    tmp_path: Path, tiny: SimpleNamespace, states: Callable[..., Iterator[tuple[str, Path]]]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    tiny.save_alone(folder, 1, seed=1)
+    tiny.save_alone(folder, 2, seed=2)
+    os.rename(folder / folder_name(2), folder / f"{folder_name(2)}.old-00000000")
+    staging = folder / f"{folder_name(3)}.tmp-00000000"
+    storage.make_folder(staging)
+    save.write_boxes(staging, 0, tiny.cut(tiny.model(3), 1, 1)[0])
+    for label, copy in states(folder, lambda: remove_leftovers(folder)):
+        assert check_state(label, copy, {1: [1], 2: [2]}, tiny) == (2, 2), label
+
+
+def test_crash_while_a_damaged_checkpoint_is_set_aside_keeps_the_older_one(
+    tmp_path: Path, tiny: SimpleNamespace, states: Callable[..., Iterator[tuple[str, Path]]]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    tiny.save_alone(folder, 1, seed=1)
+    newest = tiny.save_alone(folder, 2, seed=2).path
+    data = bytearray((newest / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "__0_0.distcp").write_bytes(data)
+    for label, copy in states(folder, lambda: set_aside_damaged(newest)):
+        remove_leftovers(copy)
+        intact = [path for path in copy.glob("step_*") if not verify_checkpoint(path)]
+        assert [path.name for path in intact] == [folder_name(1)], label
+
+
+def test_simulated_disk_finds_a_missing_sync(
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    states: Callable[..., Iterator[tuple[str, Path]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The injected fault: files of boxes are not synced before the manifest is written."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    tiny.save_alone(folder, 1, seed=1)
+    monkeypatch.setattr(storage, "sync_file", lambda file: file.flush())
+    with pytest.raises(Exception, match="cannot be used|step_0000002|damaged|not a complete"):
+        for label, copy in states(folder, lambda: tiny.save_alone(folder, 2, seed=2, keep=1)):
+            check_state(label, copy, {1: [1], 2: [2]}, tiny)
