@@ -46,7 +46,8 @@ class CheckpointEntry:
     """The rank's part of the parameter."""
 
     role: str
-    """`param`: weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: optimizer state."""
+    """`param`: weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: optimizer state;
+    `ema`: moving average of the weights."""
 
     tensor: Tensor
     """Elements of the shard's box (or flat range) in row-major order; contiguous, any shape."""

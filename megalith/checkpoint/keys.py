@@ -18,7 +18,7 @@ from megalith.config.checkpoint import CheckpointConfig, KeyMismatchAction
 from megalith.errors import CheckpointError, did_you_mean
 from megalith.plan.shards import Shard
 
-MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
+MODEL, OPTIMIZER, MASTER, EMA = "model.", "optimizer.", "optimizer.master.", "optimizer.ema."
 
 TABLES = ("embed.weight", "head.weight")
 """Parameters with one row per vocabulary entry; the last rows may be padding."""
@@ -105,6 +105,12 @@ def is_state(key: str) -> bool:
     return key == weights_key(key) and key.startswith(OPTIMIZER)
 
 
+def is_moment(key: str) -> bool:
+    """Return whether a key is state that only the optimizer reads: neither master weights nor a
+    moving average of the weights."""
+    return is_state(key) and not key.startswith(EMA)
+
+
 def is_skipped(key: str, patterns: Iterable[str]) -> bool:
     """Return whether a key matches one of the patterns of `checkpoint.skip`.
 
@@ -139,7 +145,7 @@ def compare_keys(
         for key in stored
         if key not in used and (reads_state or key.startswith(MODEL)) and not is_skipped(key, skip)
     }
-    state = {key for key in wanted if is_state(key)}
+    state = {key for key in wanted if is_moment(key)}
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(sorted(skipped)))
     numel = sum(prod(wanted[key][1]) for key in report.kept)
     fresh_state, experts = (

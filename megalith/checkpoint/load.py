@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from megalith.checkpoint.format import (
     show_box,
 )
 from megalith.checkpoint.keys import (
+    EMA,
     MASTER,
     MODEL,
     LoadReport,
@@ -44,6 +45,8 @@ from megalith.checkpoint.keys import (
     describe_master_differences,
     differ_only_in_padding,
     differences,
+    group_by_pattern,
+    is_moment,
     is_state,
     is_table,
     log_load_report,
@@ -140,6 +143,9 @@ def _values_start(data: memoryview, blank: Tensor) -> int | None:
 
 STRICT = CheckpointConfig()
 """Rules of a load with no missing and no unexpected keys."""
+
+WeightsRole = Literal["param", "ema"]
+"""Role that weights are read from: the weights themselves, or their moving average."""
 
 _COPY = "Copy the checkpoint again"
 
@@ -252,6 +258,7 @@ class Checkpoint:
         rules: CheckpointConfig = STRICT,
         purpose: Purpose = "resume",
         vocab_size: int | None = None,
+        weights_role: WeightsRole = "param",
     ) -> LoadReport:
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
@@ -261,7 +268,9 @@ class Checkpoint:
         differ by more than rounding, rank 0 warns, and `rules.prefer_weights` selects one. Skipped
         or missing tensors keep their values, and rank 0 reports their number; a resumed run skips
         none. If `vocab_size` is given, tables of the vocabulary may have different numbers of
-        padding rows, which are set to zero.
+        padding rows, which are set to zero. With `weights_role` ema, weights are read from their
+        moving average; parameters that were not trained have none. Averages (role `ema`) that
+        the checkpoint lacks are read from the weights.
 
         Raises:
             CheckpointError: on every rank with the same text: shapes differ, or `rules` do not
@@ -270,7 +279,7 @@ class Checkpoint:
                 damaged; some tensors may be filled already. The complete checkpoints in the same
                 folder are named.
         """
-        sources = {entry.key: self._source(entry) for entry in entries}
+        sources = {entry.key: self._source(entry, weights_role) for entry in entries}
         rank_keys = raise_on_all_ranks(
             lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world
         )
@@ -311,10 +320,32 @@ class Checkpoint:
             f"{self.path}: there is no tensor {key}. Use one of its names, such as {near}."
         )
 
-    def _source(self, entry: CheckpointEntry) -> str:
+    @property
+    def has_ema(self) -> bool:
+        """Whether it has a moving average of the weights (role `ema`)."""
+        return any(key.startswith(EMA) for key in self.manifest.tensors)
+
+    def require_ema(self) -> None:
+        """Check that the checkpoint has a moving average of the weights.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        if not self.has_ema:
+            raise CheckpointError(
+                f"--role=ema: {self.path} has no moving average of the weights (role ema), because "
+                "its run had train.ema unset. Use --role param, or train with train.ema.decay, "
+                "for example 0.999."
+            )
+
+    def _source(self, entry: CheckpointEntry, weights_role: WeightsRole = "param") -> str:
         """Return the stored tensor that an entry is read from."""
         weights, master = f"{MODEL}{entry.shard.name}", f"{MASTER}{entry.shard.name}"
-        stored = self.manifest.tensors
+        average, stored = f"{EMA}{entry.shard.name}", self.manifest.tensors
+        if weights_role == "ema" and entry.role in ("param", "master"):
+            return average if average in stored else weights
+        if entry.role == "ema" and average not in stored:
+            return master if master in stored else weights
         if entry.role == "master" and master not in stored:
             return weights
         if (
@@ -350,7 +381,7 @@ class Checkpoint:
             )
         ]
         rejected = select_rejected_keys(report, rules, purpose)
-        has_no_state = report.fresh_state and not any(map(is_state, report.unexpected_keys))
+        has_no_state = report.fresh_state and not any(map(is_moment, report.unexpected_keys))
         if (
             has_no_state
             and rejected.missing_keys
@@ -362,6 +393,18 @@ class Checkpoint:
                 "or it was made from weights. To continue with zero moments in the run's own "
                 "folder, set checkpoint.missing_keys=warn; in another folder, set checkpoint.load "
                 "to it and checkpoint.load_mode=progress."
+            )
+        if (
+            rejected.unexpected_keys
+            and not differ
+            and not rejected.missing_keys
+            and all(key.startswith(EMA) for key in rejected.unexpected_keys)
+        ):
+            raise CheckpointError(
+                f"train.ema is unset, and {self.path} has a moving average of the weights "
+                f"({'; '.join(group_by_pattern(rejected.unexpected_keys)[:1])}, ...). Set "
+                "train.ema.decay as its config.yaml says, or set checkpoint.unexpected_keys=warn "
+                "to continue without the average."
             )
         if differ or rejected.missing_keys or rejected.unexpected_keys:
             raise CheckpointError(

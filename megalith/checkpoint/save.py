@@ -65,19 +65,22 @@ class Retention:
     def delete_old(self, folder: Path) -> list[Path]:
         """Delete the other complete checkpoints of a folder and return them. A failed deletion is a
         warning, and the next call tries again."""
+        return [path for path in self.select_old(folder) if _delete(path)]
+
+    def select_old(self, folder: Path) -> list[Path]:
+        """Return the complete checkpoints of a folder that `delete_old` deletes, oldest first."""
         assert self.keep is None or self.keep >= 1, self.keep
         if self.keep is None:
             return []
         complete, last = list_complete_checkpoints(folder), self.last_update
         last_good = max((step for step in complete if last is None or step <= last), default=None)
-        removed = []
-        for step in _to_delete(complete, self.keep, self.keep_every):
-            if step == last_good:
-                continue
-            path = complete[step]
-            if not path.is_symlink() and not (path / PIN).exists() and _delete(path):
-                removed.append(path)
-        return removed
+        return [
+            complete[step]
+            for step in _to_delete(complete, self.keep, self.keep_every)
+            if step != last_good
+            and not complete[step].is_symlink()
+            and not (complete[step] / PIN).exists()
+        ]
 
 
 def set_aside_damaged(path: Path) -> Path:

@@ -1,5 +1,7 @@
 """`megalith checkpoint`: show the contents of a checkpoint (`info`), verify its files
-(`verify`), compare two (`diff`)."""
+(`verify`), compare two (`diff`), list (`list`), delete (`prune`) and copy (`copy`) checkpoints,
+average the weights of several (`average`), merge models that were fine-tuned from one base
+(`merge`)."""
 
 import math
 from collections import Counter
@@ -69,12 +71,14 @@ class CheckpointDiffOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Run `megalith checkpoint info|verify|diff`."""
-    actions = {"info": show_info, "verify": verify, "diff": diff}
+    """Run a subcommand of `megalith checkpoint`."""
+    from megalith.cli import checkpoint_edit as edit
+
+    actions = {"info": show_info, "verify": verify, "diff": diff, "list": edit.list_all}
+    actions |= {"prune": edit.prune, "copy": edit.copy}
+    actions |= {"average": edit.average, "merge": edit.merge}
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            f"usage: megalith checkpoint {{{','.join(actions)}}} PATH [PATH] [--json]\n\n{__doc__}"
-        )
+        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH ... [--json]\n\n{__doc__}")
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions) or ""

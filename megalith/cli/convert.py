@@ -61,6 +61,10 @@ class ConvertOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    role: Literal["param", "ema"] = "param"
+    """Weights to convert. param: those of the last step; ema: their moving average, for a run
+    trained with train.ema."""
+
     family: str | None = None
     """Architecture of the Hugging Face folder to write, as a model_type such as llama or qwen2;
     default: the one from which the model was converted, else the first that supports it."""
@@ -195,7 +199,7 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     from megalith.hf.pretrained import check_has_adapters, locate_source, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
-    source = open_pretrained(locate_source(options.source), base=options.base)
+    source = open_pretrained(locate_source(options.source), base=options.base, role=options.role)
     if options.base is not None:
         check_has_adapters(source, options.base)
     kind = source_format(source)
@@ -313,11 +317,11 @@ def option_problems(options: ConvertOptions) -> list[str]:
 
 
 @contextmanager
-def show_progress(total: int) -> Iterator[Callable[[int], None]]:
+def show_progress(total: int, *, name: str = "convert") -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal; yields the function that adds written bytes to it."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("convert"),
+        TextColumn(name),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -326,7 +330,7 @@ def show_progress(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True
     ) as progress:
-        task = progress.add_task("convert", total=total)
+        task = progress.add_task(name, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 
 

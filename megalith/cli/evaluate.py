@@ -35,6 +35,10 @@ class EvaluateCommand:
     samples: int | None = None
     """Number of rows; default: the whole split."""
 
+    role: Literal["param", "ema"] = "param"
+    """Weights to evaluate. param: those of the last step; ema: their moving average
+    (train.ema)."""
+
     nproc: int = 1
     """Number of processes to start on this machine; omit under torchrun."""
 
@@ -166,6 +170,7 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
             split=split,
             samples=command.samples,
             show=True,
+            role=command.role,
         )
         first = job.first
     if first and command.json:
@@ -193,7 +198,9 @@ def _evaluate_suite(run: TrainRun, folder: Path, name: str, command: EvaluateCom
     from megalith.train.suites import run_suite
 
     with join_job(run, os.environ) as job:
-        result = run_suite(run, RunFolder(folder), job.mesh, job.device, name=name)
+        result = run_suite(
+            run, RunFolder(folder), job.mesh, job.device, name=name, role=command.role
+        )
         first = job.first
     if first and command.json:
         print_json({"run": str(folder), "suite": name, **result.metrics(name)})

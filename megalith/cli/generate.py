@@ -96,6 +96,9 @@ class GenerateOptions:
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
 
+    role: Literal["param", "ema"] = "param"
+    """Weights of a run. param: those of the last step; ema: their moving average (train.ema)."""
+
     adapter: str | None = None
     """Name of a LoRA adapter that --engine.adapters NAME=FOLDER loads; default: the model without
     adapters."""
@@ -128,6 +131,7 @@ def main(argv: list[str]) -> int:
         base=options.base,
         parallel=run.parallel,
         problems=problems,
+        role=options.role,
     ).path
     prompts = read_prompts(options)
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
@@ -193,7 +197,13 @@ def write(options: GenerateOptions, prompts: Sequence[str], run: GenerateRun) ->
     )
 
     worker = Worker.from_environment(os.environ)
-    source = open_source(options.source, worker.world, base=options.base, parallel=run.parallel)
+    source = open_source(
+        options.source,
+        worker.world,
+        base=options.base,
+        parallel=run.parallel,
+        role=options.role,
+    )
     set_threads(worker, None)
     world_group = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:

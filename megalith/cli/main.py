@@ -34,7 +34,7 @@ SUMMARIES = {
     "plan": "memory, communication and compute of a parallel layout, before a run",
     "verify": "verify on this machine that a layout gives the results of one process",
     "convert": "convert Hugging Face models to Megalith checkpoints and back",
-    "checkpoint": "inspect, verify and compare checkpoints",
+    "checkpoint": "inspect, verify, compare, average, merge, copy and prune checkpoints",
     "from-megatron": "translate Megatron arguments or a launch script to a run",
     "bench": "measure text generation, and the communication of a training step",
     "doctor": "hardware, measured speed and available features of this machine",

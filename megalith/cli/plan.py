@@ -246,7 +246,7 @@ def _adapter_lines(workload: Workload, place: PlaceMemory) -> Iterator[str]:
     yield (
         f"It holds {_count(frozen)} frozen and {_count(own)} trained parameters: weights "
         f"{_gib(m.weights)} GiB; gradients {_gib(m.gradients)} GiB and optimizer state "
-        f"{_gib(m.master + m.moments)} GiB of the trained ones."
+        f"{_gib(m.master + m.moments + m.ema)} GiB of the trained ones."
     )
 
 
@@ -315,6 +315,7 @@ WHAT = {
     "gradients": "gradient buffers",
     "master": "fp32 master weights",
     "moments": "optimizer moments",
+    "ema": "moving average of the weights",
     "activations": "saved by the layers for backward",
     "loss": "saved by the output head for backward",
     "working": "temporary buffers of the current layer and of reductions",

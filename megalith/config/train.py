@@ -25,6 +25,29 @@ CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EMAConfig:
+    """Exponential moving average (EMA) of the weights, a role of the checkpoint beside them.
+
+    Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+    """
+
+    decay: Annotated[float, Ge(0), Lt(1), Example(0.999)]
+    """Factor of the average in each of its updates: average = decay * average + (1 - decay) *
+    master weights."""
+
+    every: Annotated[int, Ge(1)] = 1
+    """Optimizer updates between updates of the average."""
+
+    start_step: Annotated[int, Ge(0)] = 0
+    """Number of optimizer updates until which the average equals the weights. Skipped steps are no
+    updates."""
+
+    device: Literal["cpu"] | None = None
+    """Memory of the average. cpu: host memory, at the cost of a copy of the weights per update.
+    Unset: the device of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """Training loop: number of steps, batch sizes, losses, logging and evaluation."""
 
@@ -74,6 +97,10 @@ class LoopConfig:
     """Training losses of another package, a class like megalith.train.objective.LMObjective: an
     installed entry point, or on the command line package.module:name. Unset: cross-entropy of the
     next token and of the MTP depths."""
+
+    ema: EMAConfig | None = None
+    """Exponential moving average of the weights, saved with them; `megalith evaluate` and
+    `megalith convert` read it with --role ema. Unset: none."""
 
     log_every: Annotated[int, Ge(1)] = 1
     """Steps between rows of metrics.jsonl. A row has the loss of its step, and times since the
@@ -132,6 +159,31 @@ class SuiteConfig:
 
     micro_batch_size: Annotated[int | None, Ge(1)] = None
     """Samples, or choices, per microbatch. Unset: train.micro_batch_size."""
+
+
+def ema_problems(run: "TrainRun") -> list[str]:
+    """Return the violated rules of the moving average of the weights as error messages."""
+    ema, problems = run.train.ema, []
+    if ema is None:
+        return []
+    if run.lora is not None:
+        problems.append(
+            f"train.ema.decay={ema.decay} with lora.rank={run.lora.rank}: a moving average of "
+            "adapters cannot be evaluated or exported. Set train.ema=none, or lora=none."
+        )
+    if ema.start_step >= run.train.steps:
+        problems.append(
+            f"train.ema.start_step={ema.start_step}: the run ends after "
+            f"train.steps={run.train.steps} before the average starts. Set train.ema.start_step "
+            f"to at most {run.train.steps - 1}."
+        )
+    if ema.every > run.train.steps:
+        problems.append(
+            f"train.ema.every={ema.every}: the run ends after train.steps={run.train.steps} "
+            f"before the first update of the average. Set train.ema.every to at most "
+            f"{run.train.steps}."
+        )
+    return problems
 
 
 CALLBACK_GROUP = "megalith.callbacks"

@@ -13,6 +13,7 @@ from math import lcm
 from typing import NamedTuple
 
 from megalith.config.parallel import ContextKind
+from megalith.config.train import TrainRun
 from megalith.estimate.workload import Workload, stage_activations
 from megalith.plan.buckets import BucketPlan, local_bucket_parts, plan_buckets
 from megalith.plan.context import layer_context_kind
@@ -59,6 +60,9 @@ class RankMemory:
     moments: int
     """AdamW's moments, 8 · N, or SGD's momentum, 4 · N; N / D with zero >= 1."""
 
+    ema: int = 0
+    """Moving average of the weights (train.ema) on the device: 4 · N; N / D with zero >= 1."""
+
     activations: int
     """Saved activations of layers, for all microbatches in flight."""
 
@@ -81,7 +85,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """Memory held from step to step."""
-        return self.weights + self.gradients + self.master + self.moments
+        return self.weights + self.gradients + self.master + self.moments + self.ema
 
     @property
     def total(self) -> int:
@@ -297,11 +301,17 @@ def _state(
         gradients=width.sums * gradients,
         master=width.master * num_local,
         moments=width.sums * states * num_local,
+        ema=width.sums * num_local if averages_on_device(run) else 0,
         activations=0,
         loss=0,
         working=_sharding_bytes(workload, pp_rank, parameters, accelerator=accelerator),
         messages=0,
     )
+
+
+def averages_on_device(run: TrainRun) -> bool:
+    """Return whether a moving average of the weights occupies device memory."""
+    return run.train.ema is not None and run.train.ema.device is None
 
 
 IN_FLIGHT = 2

@@ -375,19 +375,13 @@ def convert(
             extra=ids,
             auxiliary_files=auxiliary_files,
         )
-    state: dict[str, Any] = {"token_ids": ids}  # Any: JSON
-    state |= (
-        {FORCE_LOAD_BALANCING: list(source.force_load_balancing)}
-        if source.force_load_balancing
-        else {}
-    )
-    state |= {} if source.hf_source is None else {HF_SOURCE: source.hf_source.as_json()}
+    state = build_release_state(source)
     return write_release(
         target,
         source.model,
         source.weights,
         options,
-        config_text=_release_config(source, target),
+        config_text=format_release_config(source, target),
         state=state,
         auxiliary_files=auxiliary_files,
     )
@@ -452,7 +446,16 @@ def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": None}
 
 
-def _release_config(source: Pretrained, target: Path) -> str:
+def build_release_state(source: Pretrained) -> dict[str, Any]:  # JSON
+    """Return the state of a checkpoint of weights: records of the model, no training state."""
+    state: dict[str, Any] = {"token_ids": token_ids(source)}  # Any: JSON
+    if source.force_load_balancing:
+        state[FORCE_LOAD_BALANCING] = list(source.force_load_balancing)
+    return state | ({} if source.hf_source is None else {HF_SOURCE: source.hf_source.as_json()})
+
+
+def format_release_config(source: Pretrained, target: Path) -> str:
+    """Return config.yaml of a checkpoint of weights at `target`."""
     if source.checkpoint is not None:
         return source.checkpoint.config_text
     tokenizer = moved_to(source.tokenizer, target.absolute())

@@ -15,6 +15,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST, CheckpointEntry, step_folders
 from megalith.checkpoint.keys import (
+    EMA,
     MODEL,
     check_patterns,
     compare_keys,
@@ -23,7 +24,13 @@ from megalith.checkpoint.keys import (
     select_rejected_keys,
     weights_key,
 )
-from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
+from megalith.checkpoint.load import (
+    STRICT,
+    Checkpoint,
+    WeightsRole,
+    find_latest,
+    open_checkpoint,
+)
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
@@ -84,6 +91,9 @@ class CheckpointWeights:
     """Weights of a checkpoint, read by parameter name."""
 
     checkpoint: Checkpoint
+    role: WeightsRole = "param"
+    """What is read: the weights, or their moving average, which parameters that were not trained
+    do not have."""
 
     def dtype(self, parameter: str) -> torch.dtype:
         """Return the dtype in which the parameter is stored."""
@@ -92,6 +102,10 @@ class CheckpointWeights:
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Return a box of a parameter; from its master weights if the dtype differs from the stored
         one."""
+        average = f"{EMA}{parameter}"
+        if self.role == "ema" and average in self.checkpoint.manifest.tensors:
+            view = self.checkpoint.view(average, box)
+            return self.checkpoint.read(average, box, dtype) if view is None else view.to(dtype)
         master = f"optimizer.master.{parameter}"
         is_exact = dtype == self.dtype(parameter) or master not in self.checkpoint.manifest.tensors
         key = f"model.{parameter}" if is_exact else master
@@ -308,19 +322,28 @@ def locate_source(source: str) -> Path:
     )
 
 
-def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
+def open_pretrained(
+    path: Path, *, base: str | None = None, role: WeightsRole = "param"
+) -> Pretrained:
     """Open the model in a folder returned by `locate_source`; adapters are added to `base`, or if
-    it is
-    unset to the base that they name.
+    it is unset to the base that they name. With `role` ema the weights are their moving average.
 
     Raises:
-        CheckpointError: it is damaged, incomplete, or of an unsupported architecture.
+        CheckpointError: it is damaged, incomplete, or of an unsupported architecture; or it has no
+            moving average.
     """
+    if role == "ema" and not (path / MANIFEST).exists():
+        raise CheckpointError(
+            f"--role=ema: {path} has weights only. Use --role param, or a run that was trained "
+            "with train.ema.decay."
+        )
     if not (path / MANIFEST).exists() and (path / ADAPTER_CONFIG).exists():
         return _open_peft(path, base)
     if not (path / MANIFEST).exists() and (path / CONFIG).exists():
         return _open_folder(path)
     checkpoint = open_checkpoint(path)
+    if role == "ema":
+        checkpoint.require_ema()
     if RECORD in checkpoint.state:
         return _open_adapted(checkpoint, base)
     model, tokenizer = _read_configs(checkpoint)
@@ -331,7 +354,7 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
         path,
         model,
         tokenizer,
-        CheckpointWeights(checkpoint),
+        CheckpointWeights(checkpoint, role),
         token_ids,
         _raw_settings(path),
         trained_with_forced_balancing(checkpoint, model),
@@ -379,8 +402,10 @@ def load_pretrained(
     *,
     model: ModelConfig,
     rules: CheckpointConfig = STRICT,
+    role: WeightsRole = "param",
 ) -> list[str]:
-    """Load weights (roles `param` and `master`) from `source`, and nothing else.
+    """Load weights (roles `param` and `master`) from `source`, and nothing else; with `role` ema
+    from their moving average.
 
     Collective over `world`. Returns warnings and allowed differences between the models, one per
     line.
@@ -389,7 +414,7 @@ def load_pretrained(
         CheckpointError: on every rank: there is nothing to load, or the model differs from `model`.
     """
     return load_weights_with_records(
-        entries, source, world, model=model, rules=rules, padded=False
+        entries, source, world, model=model, rules=rules, padded=False, role=role
     ).notes
 
 
@@ -401,12 +426,13 @@ def load_weights_with_records(
     model: ModelConfig,
     rules: CheckpointConfig = STRICT,
     padded: bool = True,
+    role: WeightsRole = "param",
 ) -> LoadedWeights:
     """Load weights like `load_pretrained`, and return their records; with `padded` the vocabulary
     may be padded differently."""
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
-    opened = open_pretrained(path)
+    opened = open_pretrained(path, role=role)
     notes = check_same_model(opened, model, allow=rules.allow_model_changes, padded=padded)
     same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
@@ -464,8 +490,14 @@ def load_weights(
         assert isinstance(folder, HuggingFaceFolder | AdaptedWeights)
         _fill_from_folder(entries, folder, world, rules)
     else:
+        assert isinstance(opened.weights, CheckpointWeights)
         opened.checkpoint.load_into(
-            entries, world, rules=rules, purpose="start", vocab_size=vocab_size
+            entries,
+            world,
+            rules=rules,
+            purpose="start",
+            vocab_size=vocab_size,
+            weights_role=opened.weights.role,
         )
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megalith.checkpoint.load import WeightsRole
 from megalith.config.fields import range_problems
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
@@ -35,9 +36,11 @@ def open_source(
     base: str | None = None,
     parallel: InferenceParallelConfig = DEFAULT_PARALLEL,
     problems: Sequence[str] = (),
+    role: WeightsRole = "param",
 ) -> Pretrained:
     """Open the model named by `source` and check that `ranks` can share it; `base`: folder of the
-    base of adapters; `problems`: with other settings, which are reported with those of the layout.
+    base of adapters; `problems`: with other settings, which are reported with those of the layout;
+    `role` ema: with the moving average of the weights.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -45,7 +48,7 @@ def open_source(
             divide the heads; or there is a base but no adapters; or there are other problems.
     """
     try:
-        opened = open_pretrained(locate_source(source), base=base)
+        opened = open_pretrained(locate_source(source), base=base, role=role)
         if base is not None:
             check_has_adapters(opened, base)
     except UserError:

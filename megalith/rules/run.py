@@ -15,7 +15,7 @@ from megalith.config.observe import observe_problems, profile_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
-from megalith.config.train import CALLBACK_GROUP, TrainRun, suite_problems
+from megalith.config.train import CALLBACK_GROUP, TrainRun, ema_problems, suite_problems
 from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batch_assignment import batch_problems, budget_problems
@@ -89,6 +89,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
         problems += budget_problems(t, p, run.data)
+        problems += ema_problems(run)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
         problems += dump_problems(run)

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.load import WeightsRole
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import build_dataset
@@ -196,9 +197,10 @@ def run_evaluation(
     split: str,
     samples: int | None,
     show: bool = False,
+    role: WeightsRole = "param",
 ) -> Evaluation:
     """Evaluate a run's newest checkpoint on one of its splits; `samples` unset: the whole split,
-    once.
+    once; `role` ema: the moving average of its weights.
 
     With `show` the first rank reports its progress on standard error, so that standard output holds
     only the results.
@@ -222,7 +224,7 @@ def run_evaluation(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that "
             "has some."
         )
-    pipeline_model, notes = load_newest_weights(run, folder, mesh, device)
+    pipeline_model, notes = load_newest_weights(run, folder, mesh, device, role=role)
     masks = build_mask_settings(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     shows_progress = show and mesh.world.rank == 0
@@ -241,10 +243,15 @@ def run_evaluation(
 
 
 def load_newest_weights(
-    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device
+    run: TrainRun,
+    folder: RunFolder,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    role: WeightsRole = "param",
 ) -> tuple[PipelineModel, Sequence[str]]:
-    """Build the model of a run with the weights of its newest checkpoint; return it with notes on
-    what was loaded. Collective.
+    """Build the model of a run with the weights of its newest checkpoint, or with `role` ema their
+    moving average; return it with notes on what was loaded. Collective.
 
     Raises:
         CheckpointError: the run has no checkpoint yet, or it is of another model.
@@ -254,7 +261,9 @@ def load_newest_weights(
     # No other rule of the run applies: an evaluation needs every weight.
     rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)
     entries = weight_entries(allocate_weights(pipeline_model), mesh)
-    notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
+    notes = load_pretrained(
+        entries, str(folder.path), mesh.world, model=run.model, rules=rules, role=role
+    )
     return pipeline_model, notes
 
 

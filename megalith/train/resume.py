@@ -512,6 +512,8 @@ class PreparedRun:
         """All-gather loaded weights, and record which of their layers were trained with forced load
         balancing."""
         all_gather_loaded_params(self.trainer)
+        if self.trainer.ema is not None:
+            self.trainer.ema.reset()
         self.force_load_balancing = tuple(dict.fromkeys((*forced, *self.force_load_balancing)))
 
     def _load_checkpoint(self, saved: Checkpoint) -> bool:
@@ -557,7 +559,19 @@ class PreparedRun:
         ):
             self.trainer.loss_scale.load(saved.state["loss_scale"])
         all_gather_loaded_params(self.trainer)
+        self._start_ema(saved, is_loaded=not resets_optimizer)
         return fresh
+
+    def _start_ema(self, saved: Checkpoint, *, is_loaded: bool) -> None:
+        """Start the moving average from the weights, unless it was loaded."""
+        ema = self.trainer.ema
+        if ema is None or (is_loaded and saved.has_ema):
+            return
+        ema.reset()
+        self.print_line(
+            f"train.ema: the moving average starts from the weights of {saved.path}"
+            f"{'' if saved.has_ema else ', which has none'}"
+        )
 
     def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
         """Load the frozen base weights of LoRA adapters, which this run's checkpoints do not

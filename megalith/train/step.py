@@ -13,6 +13,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, DataError
 from megalith.observe.timers import Timers
+from megalith.optim.ema import WeightEMA
 from megalith.optim.optimizers import (
     LossScale,
     Optimizer,
@@ -55,6 +56,10 @@ class Trainer:
 
     weight_updates: Sequence[WeightUpdate] = ()
     """Applied in this order after each optimizer step, such as the update of the expert bias."""
+
+    ema: WeightEMA | None = None
+    """Moving average of the weights, which the last of `weight_updates` updates; None: there is
+    none."""
 
     @property
     def model(self) -> nn.Module:

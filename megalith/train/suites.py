@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalith import storage
+from megalith.checkpoint.load import WeightsRole
 from megalith.config.data import SFTConfig
 from megalith.config.train import SuiteConfig, TrainRun, is_suite_name
 from megalith.data.build import build_dataset
@@ -162,9 +163,16 @@ class TextSuite:
 
 
 def run_suite(
-    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, name: str
+    run: TrainRun,
+    folder: RunFolder,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    name: str,
+    role: WeightsRole = "param",
 ) -> SuiteResult:
-    """Evaluate a run's newest checkpoint on `evaluate.NAME`. Collective.
+    """Evaluate a run's newest checkpoint on `evaluate.NAME`; with `role` ema the moving average of
+    its weights. Collective.
 
     Raises:
         ConfigError: the run has no such suite.
@@ -179,7 +187,7 @@ def run_suite(
         )
     tokenizer = build_tokenizer(run.tokenizer)
     suite = open_suite(run, name, tokenizer)
-    pipeline_model, _ = load_newest_weights(run, folder, mesh, device)
+    pipeline_model, _ = load_newest_weights(run, folder, mesh, device, role=role)
     masks = build_mask_settings(run.data, run.model, tokenizer.eod)
     return suite.evaluate(pipeline_model, masks, tokenizer)
 

@@ -19,6 +19,7 @@ from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import BuildContext, build_context, init_param_
 from megalith.observe.machine import DTYPES
 from megalith.observe.timers import Timers
+from megalith.optim.ema import EMA, WeightEMA
 from megalith.optim.optimizers import (
     SGD,
     AdamW,
@@ -51,7 +52,7 @@ from megalith.plan.shards import Shard, is_first_replica
 from megalith.train.forward_backward import PipelineModel, build_step_schedule
 from megalith.train.moe import update_expert_biases, update_quantile_offsets
 from megalith.train.objective import build_objective
-from megalith.train.step import Trainer
+from megalith.train.step import Trainer, WeightUpdate
 
 # --- optimizer
 
@@ -200,6 +201,7 @@ def build_trainer(
     optimizer = build_optimizer(
         [(param.shard, param.weight) for param in data.local_params], run.optim, rates
     )
+    ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)
     return Trainer(
         run,
         mesh,
@@ -209,8 +211,21 @@ def build_trainer(
         optimizer,
         build_loss_scale(run.precision),
         find_first_replicas((param.shard for param in data.local_params), mesh),
-        () if run.model.moe is None else (update_expert_biases, update_quantile_offsets),
+        _list_weight_updates(run, optimizer, ema),
+        ema,
     )
+
+
+def _list_weight_updates(
+    run: TrainRun, optimizer: Optimizer, ema: WeightEMA | None
+) -> tuple[WeightUpdate, ...]:
+    """Return the updates after the optimizer's step; the moving average includes the others."""
+    updates: list[WeightUpdate] = []
+    if run.model.moe is not None:
+        updates += [update_expert_biases, update_quantile_offsets]
+    if ema is not None:
+        updates.append(lambda _model, _mesh: ema.update(optimizer.updates))
+    return tuple(updates)
 
 
 def build_grad_sync(
@@ -285,10 +300,12 @@ def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
     """
     coordinates = trainer.mesh.coordinates
     entries = []
-    for slot in trainer.optimizer.slots:
+    for number, slot in enumerate(trainer.optimizer.slots):
         tensors: dict[str, Tensor] = {"param": slot.weight, **slot.state}
         if slot.master is not slot.weight:
             tensors["master"] = slot.master
+        if trainer.ema is not None:
+            tensors[EMA] = trainer.ema.averages[number]
         is_writer = is_first_replica(slot.shard, coordinates)
         entries += [
             CheckpointEntry(slot.shard, role, tensor, is_writer) for role, tensor in tensors.items()

@@ -30,6 +30,7 @@ from megalith.config.model import (
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megalith.config.train import EMAConfig
 from megalith.config.tree import from_dict, parse_yaml, to_dict
 from megalith.errors import ConfigError, did_you_mean
 from megalith.verify.ranks import LayoutCase, MaskKind, choose_micro_batch_size, layout_case
@@ -509,6 +510,9 @@ class Layout:
     optim: OptimConfig = TRAIN_ALL
     """Frozen parameters and parameter groups."""
 
+    ema: EMAConfig | None = None
+    """Moving average of the weights."""
+
     masks: MaskKind | None = None
     """Attention masks of the tokens."""
 
@@ -548,6 +552,7 @@ class Layout:
                 loss_backward="recomputed" if self.recomputed_loss else "kept",
                 loss_chunk=7 if self.recomputed_loss else None,
                 tokens_per_microbatch=self.budget,
+                ema=self.ema,
             ),
         )
         return replace(case, run=run, masks=self.masks)
@@ -608,6 +613,7 @@ SECTIONS: Mapping[str, type] = {
     "offload": OffloadConfig,
     "lora": LoraConfig,
     "optim": OptimConfig,
+    "ema": EMAConfig,
 }
 """Fields of a row that are configs."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.config.train import TrainRun
+from megalith.config.train import EMAConfig, TrainRun
 from megalith.optim.optimizers import Optimizer
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.plan.param_groups import parameter_rates
@@ -30,7 +30,7 @@ class TorchUpdate:
     """Weights after the step by parameter name."""
 
     states: dict[str, Tensor]
-    """Moments after the step by checkpoint key."""
+    """Moments, and moving averages of the weights, after the step by checkpoint key."""
 
 
 class RecordingOptimizer:
@@ -75,16 +75,36 @@ def torch_updates(
     parameter name."""
     parameters = {name: torch.nn.Parameter(weights[name].clone()) for name in gradients[0]}
     optimizer = _build_optimizer(run, parameters, lr, weight_decay, groups)
+    averages: dict[str, Tensor] = {}
     updates = []
-    for step_gradients in gradients:
+    for number, step_gradients in enumerate(gradients, start=1):
         for name, parameter in parameters.items():
             parameter.grad = step_gradients[name].clone()
         clip_grad = run.optim.clip_grad or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip_grad))
         optimizer.step()
         copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        updates.append(TorchUpdate(norm, copies, _states(optimizer, parameters)))
+        averages = _average_weights(run.train.ema, averages, copies, number)
+        states = _states(optimizer, parameters) | averages
+        updates.append(TorchUpdate(norm, copies, states))
     return updates
+
+
+def _average_weights(
+    ema: EMAConfig | None, averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], step: int
+) -> dict[str, Tensor]:
+    """Return the moving averages after a step by checkpoint key."""
+    if ema is None:
+        return {}
+    if step <= ema.start_step:
+        return {f"optimizer.ema.{name}": weight for name, weight in weights.items()}
+    if step % ema.every:
+        return dict(averages)
+    return {
+        f"optimizer.ema.{name}": ema.decay * averages[f"optimizer.ema.{name}"]
+        + (1 - ema.decay) * weight
+        for name, weight in weights.items()
+    }
 
 
 def _build_optimizer(

@@ -172,7 +172,7 @@ def test_interrupted_save_is_not_a_valid_or_latest_checkpoint(
         (
             ("verfy", "."),
             "verfy is not a subcommand of `megalith checkpoint`. Did you mean verify? Use one of "
-            "info, verify, diff.",
+            "info, verify, diff, list, prune, copy, average, merge.",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_paths_without_a_checkpoint_are_rejected(
 def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
     assert (
-        "usage: megalith checkpoint {info,verify,diff} PATH [PATH] [--json]"
+        "usage: megalith checkpoint {info,verify,diff,list,prune,copy,average,merge} PATH ... "
         in capsys.readouterr().out
     )
 

@@ -42,6 +42,7 @@ def test_only_settings_without_a_default_are_required() -> None:
         "model.mup.base_hidden_size",  # of one whose first weights follow its width
         "train.steps",
         "train.global_batch_size",
+        "train.ema.decay",  # of a run that averages its weights
         "schedule.lr",
         "observe.wandb.project",  # of a run that uses the tracker
         "observe.mlflow.tracking_uri",

@@ -25,6 +25,7 @@ from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
 from megalith.launch.launcher import SIGNALS, is_ignored_hangup
+from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
@@ -527,8 +528,9 @@ class Checkpointer(Callback):
         return report
 
     def _entries(self) -> list[CheckpointEntry]:
-        """Return the tensors to save; without checkpoint.save_optimizer only the weights."""
+        """Return the tensors to save; without checkpoint.save_optimizer only the weights and their
+        moving average."""
         entries = checkpoint_entries(self._run.prepared.trainer)
         if self._run.config.checkpoint.save_optimizer:
             return entries
-        return [entry for entry in entries if entry.role == "param"]
+        return [entry for entry in entries if entry.role in ("param", EMA)]

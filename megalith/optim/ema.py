@@ -1,0 +1,50 @@
+"""Exponential moving average (EMA) of the weights: the role `ema` of a checkpoint.
+
+Every rank averages the shards whose master weights it holds, so that no communication is needed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.config.train import EMAConfig
+from megalith.optim.optimizers import OptimizerSlot
+
+EMA = "ema"
+"""Role of the averages in a checkpoint."""
+
+
+class WeightEMA:
+    """Exponential moving average of the master weights of an optimizer's slots.
+
+    The averages have the dtype of the master weights (fp32, or float64 in fp64 runs), and are in
+    host memory if `EMAConfig.device` is cpu.
+    """
+
+    def __init__(self, slots: Sequence[OptimizerSlot], config: EMAConfig) -> None:
+        self.config = config
+        self.slots = slots
+        self.averages: list[Tensor] = [
+            slot.master.detach().to(config.device or slot.master.device, copy=True)
+            for slot in slots
+        ]
+        """The average of each slot."""
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Set the averages to the master weights, as before the first update."""
+        torch._foreach_copy_(self.averages, [slot.master for slot in self.slots])
+
+    @torch.no_grad()
+    def update(self, num_updates: int) -> None:
+        """Update the averages after the optimizer's update number `num_updates` (from 1)."""
+        if not self.averages:
+            return
+        if num_updates <= self.config.start_step:
+            self.reset()
+        elif num_updates % self.config.every == 0:
+            master_weights = [slot.master for slot in self.slots]
+            if self.config.device is not None:
+                master_weights = [master.to(self.config.device) for master in master_weights]
+            torch._foreach_lerp_(self.averages, master_weights, 1 - self.config.decay)
