@@ -20,7 +20,7 @@ from megalith.checkpoint.chunks import (
     MegatronFormat,
     TensorChunk,
 )
-from megalith.checkpoint.format import divide, lengths, show_box
+from megalith.checkpoint.format import divide, lengths, numel, show_box
 from megalith.checkpoint.safe_pickle import ArchiveTensor, Record, require_plain
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError
@@ -60,8 +60,9 @@ REJECTED_TYPES = {
 }
 """Deprecated values of `distrib_optim_sharding_type` that are not read, and the reason."""
 
-VERIFIED_NUMEL = 1 << 22
-"""Elements that are compared at a time: 16 MB of fp32. Heuristic."""
+CHUNK_NUMEL = 1 << 22
+"""Elements of a bucket that are read, and master weights that are compared, at a time: 16 MB of
+fp32. Heuristic."""
 
 _BUCKET = re.compile(
     r"(?P<prefix>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(?P<gbuf>\d{1,9})"
@@ -599,10 +600,13 @@ class _BucketReader:
                 num_local = self.shapes[name][0] // self.layout.ep
                 expert = ranks.ep_rank * num_local + slot.param.expert
                 box = ((expert, expert + 1), *box)
-            span = (slot.start + piece.start, slot.start + piece.stop)
-            for role, key in ROLES.items():
-                chunk = TensorChunk(box, _read_span(roles[role], span, lengths(box)))
-                self.chunks.setdefault(f"{key}.{name}", []).append(chunk)
+            start = slot.start + piece.start
+            for part in divide(box, CHUNK_NUMEL):
+                span = (start, start + numel(part))
+                start = span[1]
+                for role, key in ROLES.items():
+                    chunk = TensorChunk(part, _read_span(roles[role], span, lengths(part)))
+                    self.chunks.setdefault(f"{key}.{name}", []).append(chunk)
 
     def _read_sizes(self, key: str, num_buffers: int) -> list[list[int]]:
         """Return the bucket sizes of each buffer, from a pickled object."""
@@ -689,7 +693,7 @@ def verify_buckets(
         if master is weight:
             continue
         for part in master.chunks:
-            for box in divide(part.box, VERIFIED_NUMEL):
+            for box in divide(part.box, CHUNK_NUMEL):
                 stored = weight.read(box)
                 rounded = master.read(box).to(weight.dtype)
                 differs = (rounded != stored) & ~(rounded.isnan() & stored.isnan())

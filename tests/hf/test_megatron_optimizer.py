@@ -14,10 +14,12 @@ from torch import Tensor
 
 from megalith.checkpoint.chunks import ChunkedTensor, MegatronFolder, TensorChunk
 from megalith.checkpoint.dcp import read_dcp_folder
+from megalith.checkpoint.format import numel
 from megalith.checkpoint.safe_pickle import Record
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import CheckpointError
+from megalith.hf import megatron_optimizer
 from megalith.hf.megatron_names import normalize_tensors
 from megalith.hf.megatron_optimizer import (
     OptimizerState,
@@ -170,6 +172,18 @@ def test_order_of_another_layer_spec_is_rejected(load: Callable[[str], Fixture])
     fixture = load("moe_dp_reshardable")
     with pytest.raises(CheckpointError, match=rf"master weights of decoder.*{MODES}"):
         verify_buckets(fixture.with_args(moe_grouped_gemm=True), fixture.weights)
+
+
+def test_large_parameters_are_read_in_parts(
+    load: Callable[[str], Fixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron_optimizer, "CHUNK_NUMEL", 10)
+    for name in ("dense_dp_reshardable", "moe_dp_reshardable"):
+        fixture = load(name)
+        state = fixture.read()
+        for key, tensor in state.tensors.items():
+            assert all(numel(chunk.box) <= 10 for chunk in tensor.chunks), key
+            assert torch.equal(tensor.read(), _reference(fixture, key)[: tensor.shape[0]]), key
 
 
 def test_ranks_verify_each_parameter_once(load: Callable[[str], Fixture]) -> None:
