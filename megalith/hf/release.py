@@ -2,39 +2,24 @@
 time.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.format import (
-    StoredBox,
-    StoredFile,
-    StoredTensor,
-    divide,
-    folder_name,
-    merge_tensors,
-    sha256,
-)
-from megalith.checkpoint.save import BOX_NBYTES, BoxFile, WrittenFiles, commit, dtype_name
+from megalith.checkpoint.format import divide, folder_name
+from megalith.checkpoint.save import BOX_NBYTES, commit
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig, TokenizerConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
-from megalith.hf.folder import Weights, check_free_space
-from megalith.hf.staging import (
-    CONVERSION,
-    ConversionJournal,
-    ConversionOptions,
-    open_staging,
-    publish,
-    run_in_order,
-    split_by_nbytes,
-)
+from megalith.hf.box_files import BoxesToWrite, split_into_files, write_box_files
+from megalith.hf.folder import Weights
+from megalith.hf.staging import CONVERSION, ConversionOptions, open_staging, publish
 from megalith.hf.tensor_rules import dtype_to_write
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.build import build_context
@@ -86,138 +71,30 @@ def write_release(
     """
     with open_staging(path, options.attempt) as work:
         staging = work.folder / f"{folder_name(0)}.tmp"
+        finished = staging.with_suffix("")
+        if finished.exists():  # killed between writing the last file and renaming the folder
+            storage.rename(finished, staging)
         items = [
-            (shard, dtype_to_write(shard.name, weights.dtype(shard.name), options.dtype))
+            _plan_parameter(
+                shard, weights, dtype_to_write(shard.name, weights.dtype(shard.name), options.dtype)
+            )
             for shard in parameters(model)
         ]
-        files = [
-            (f"__{number}_0.distcp", batch)
-            for number, batch in enumerate(split_by_nbytes(items, _nbytes, BATCH_NBYTES))
-        ]
-        finished_files = _find_finished_files(staging, {name for name, _ in files}, work.journal)
-        check_free_space(
-            work.folder,
-            sum(sum(map(_nbytes, batch)) for name, batch in files if name not in finished_files),
-        )
-        jobs = [
-            partial(
-                _write_batch,
-                staging / name,
-                batch,
-                weights,
-                options.on_written,
-                work.journal,
-                finished_files.get(name),
-            )
-            for name, batch in files
-        ]
-        parts = list(run_in_order(jobs, options.workers))
-        written = WrittenFiles(
-            merge_tensors(part.tensors for part in parts),
-            {k: v for part in parts for k, v in part.files.items()},
-        )
+        files = split_into_files(items, BATCH_NBYTES)
+        written = write_box_files(staging, files, options, work.journal)
         for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
         finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
         publish(work, finished, path)
-    return sum(map(_nbytes, items))
+    return sum(item.nbytes for item in items)
 
 
-def _find_finished_files(
-    staging: Path, names: Collection[str], journal: ConversionJournal
-) -> dict[str, WrittenFiles]:
-    """Return the files that an interrupted conversion finished, according to its journal; other
-    files are removed."""
-    finished = staging.with_suffix("")
-    if finished.exists():  # killed between writing the last file and renaming the folder
-        storage.rename(finished, staging)
-    if not staging.exists():
-        storage.make_folder(staging)
-    recorded = {name: _parse_record(name, journal.get(name)) for name in names}
-    for name in storage.list_names(staging):
-        if recorded.get(name) is None:
-            storage.remove_file(staging / name)
-    return {
-        name: part
-        for name, part in recorded.items()
-        if part is not None and (staging / name).exists()
-    }
+def _plan_parameter(shard: Shard, weights: Weights, dtype: torch.dtype) -> BoxesToWrite:
+    def read(box: Box) -> list[Tensor]:
+        return [weights.read(shard.name, part, dtype) for part in _slices(box)]
 
-
-def _parse_record(name: str, record: Any) -> WrittenFiles | None:  # JSON
-    """Parse the journal record of a file; None: there is no valid one."""
-    try:
-        tensors = {
-            key: StoredTensor(
-                tuple(shape),
-                dtype,
-                tuple(
-                    StoredBox(tuple((a, b) for a, b in box), name, *place) for box, *place in boxes
-                ),
-            )
-            for key, (shape, dtype, boxes) in record["tensors"].items()
-        }
-        return WrittenFiles(tensors, {name: StoredFile(record["nbytes"])})
-    except (TypeError, KeyError, ValueError):  # no record, or one of another version
-        return None
-
-
-def _make_record(part: WrittenFiles, name: str) -> dict[str, Any]:  # JSON
-    """Return the journal record of a file."""
-    tensors = {
-        key: (
-            tensor.shape,
-            tensor.dtype,
-            [(box.box, box.offset, box.nbytes, box.sha256) for box in tensor.boxes],
-        )
-        for key, tensor in part.tensors.items()
-    }
-    return {"nbytes": part.files[name].nbytes, "tensors": tensors}
-
-
-def _is_complete(file: Path, part: WrittenFiles) -> bool:
-    boxes = [box for tensor in part.tensors.values() for box in tensor.boxes]
-    return storage.file_nbytes(file) == part.files[file.name].nbytes and all(
-        sha256(storage.mapped(file, box.offset, box.nbytes)) == box.sha256 for box in boxes
-    )
-
-
-Item = tuple[Shard, torch.dtype]
-"""A parameter, and the dtype in which it is written."""
-
-
-def _nbytes(item: Item) -> int:
-    return item[0].numel * item[1].itemsize
-
-
-def _write_batch(
-    path: Path,
-    batch: Sequence[Item],
-    weights: Weights,
-    on_written: Callable[[int], None],
-    journal: ConversionJournal,
-    finished: WrittenFiles | None,
-) -> WrittenFiles:
-    """Write one file of parameters, unless `finished` describes a valid one."""
-    if finished is not None and _is_complete(path, finished):
-        on_written(sum(map(_nbytes, batch)))
-        return finished
-    storage.remove_file(path)
-    tensors = {}
-    with BoxFile(path) as file:
-        for shard, dtype in batch:
-            boxes = []
-            for box in divide(shard.box, BOX_NBYTES // dtype.itemsize):
-                boxes.append(
-                    file.add(box, [weights.read(shard.name, part, dtype) for part in _slices(box)])
-                )
-            tensors[f"model.{shard.name}"] = StoredTensor(
-                shard.shape, dtype_name(dtype), tuple(boxes)
-            )
-            on_written(shard.numel * dtype.itemsize)
-    part = WrittenFiles(tensors, {file.name: StoredFile(file.nbytes)})
-    journal.add(file.name, _make_record(part, file.name))
-    return part
+    boxes = tuple(divide(shard.box, BOX_NBYTES // dtype.itemsize))
+    return BoxesToWrite(f"model.{shard.name}", shard.shape, dtype, boxes, read)
 
 
 def _slices(box: Box) -> list[Box]:

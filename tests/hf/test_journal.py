@@ -17,8 +17,8 @@ import pytest
 from megalith import storage
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
+from megalith.hf import box_files, release
 from megalith.hf import folder as hf
-from megalith.hf import release
 from megalith.hf.staging import (
     NAME,
     ConversionJournal,
@@ -299,7 +299,7 @@ def test_an_interrupted_conversion_survives_a_failed_resume(
 
     faults: list[tuple[Any, str, Any]] = [
         (storage, "free_nbytes", lambda folder: 12),
-        (release, "BoxFile", damaged),
+        (box_files, "BoxFile", damaged),
     ]
     for module, name, worse in faults:
         with monkeypatch.context() as patch:
