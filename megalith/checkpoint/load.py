@@ -207,6 +207,19 @@ class Checkpoint:
             )
         return warnings
 
+    def describe_settings(self) -> str:
+        """Return where the settings of its run are, for errors."""
+        return str(self.path / layout.CONFIG)
+
+    def describe_missing_optimizer(self) -> str:
+        """Return why it has no optimizer state, and how to continue without, for errors."""
+        return (
+            f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
+            "or it was made from weights. To continue with zero moments in the run's own "
+            "folder, set checkpoint.missing_keys=warn; in another folder, set checkpoint.load "
+            "to it and checkpoint.load_mode=progress."
+        )
+
     def keys(self) -> list[str]:
         """Return the sorted names of the tensors: `model.NAME` and `optimizer.ROLE.NAME`."""
         return sorted(self.manifest.tensors)
@@ -388,12 +401,7 @@ class Checkpoint:
             and not differ
             and all(map(is_state, rejected.missing_keys))
         ):
-            raise CheckpointError(
-                f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
-                "or it was made from weights. To continue with zero moments in the run's own "
-                "folder, set checkpoint.missing_keys=warn; in another folder, set checkpoint.load "
-                "to it and checkpoint.load_mode=progress."
-            )
+            raise CheckpointError(self.describe_missing_optimizer())
         if (
             rejected.unexpected_keys
             and not differ
@@ -410,7 +418,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} is a checkpoint of another model:\n"
                 f"{differences(differ, rejected)}\n"
-                f"Set model.* and optim.* to what {self.path / layout.CONFIG} says, or choose "
+                f"Set model.* and optim.* to what {self.describe_settings()} says, or choose "
                 "another checkpoint."
             )
         return report

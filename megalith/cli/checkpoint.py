@@ -19,6 +19,7 @@ from megalith.errors import CheckpointError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # imports torch
     from megalith.checkpoint.inspect import TensorComparison
+    from megalith.checkpoint.load import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class CheckpointInfoOptions:
 
     path: Positional[str]
     """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
-    checkpoint in it."""
+    checkpoint in it. Or a Megatron checkpoint, or a folder of them."""
     only: str | None = None
     """List the tensors whose names match this pattern: "*" for all, model.* for all weights."""
     values: bool = False
@@ -58,7 +59,7 @@ class CheckpointDiffOptions:
 
     a: Positional[str]
     """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
-    checkpoint in it."""
+    checkpoint in it. Or a Megatron checkpoint, or a folder of them."""
     b: Positional[str]
     """Checkpoint to compare with, as the first."""
     atol: float = 0.0
@@ -110,9 +111,21 @@ def show_info(argv: list[str]) -> int:
             f"  {role:<11} {size['tensors']:,} tensors, {size['numel']:,} elements of "
             f"{', '.join(size['dtypes'])}"
         )
+    if "megatron" in info:
+        _print_megatron(info["megatron"])
     for tensor in info.get("listed", []):
         print(f"  {_describe_tensor(tensor)}")
     return 0
+
+
+def _print_megatron(info: dict[str, Any]) -> None:  # JSON
+    """Print what `MegatronCheckpoint.describe` returns."""
+    print(f"  format      {info['format']}, checkpoint_version {info['checkpoint_version']}")
+    print(f"  optimizer   {info['optimizer'] or 'none'}")
+    if info["optimizer_problem"] is not None:
+        print(f"  cannot read {info['optimizer_problem']}")
+    for name, value in info["args"].items():
+        print(f"  args        {name}={value}")
 
 
 def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # JSON
@@ -123,9 +136,8 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
         CheckpointError: none fits, or a file is damaged.
     """
     from megalith.checkpoint.inspect import compute_statistics, match_tensor_names
-    from megalith.checkpoint.load import open_checkpoint
 
-    opened = open_checkpoint(path)
+    opened = open_any(path)
     tensors = {name: opened.manifest.tensors[name] for name in match_tensor_names(opened, only)}
     return [
         {
@@ -151,15 +163,17 @@ def _describe_tensor(tensor: dict[str, Any]) -> str:  # JSON
 def verify(argv: list[str]) -> int:
     """Print the problems of checkpoints; return 1 if there are any."""
     from megalith.checkpoint.inspect import list_nonfinite_tensors
-    from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
+    from megalith.checkpoint.load import verify_checkpoint
+    from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     problems_by_path = {
-        str(path): verify_checkpoint(path) for path in list_checkpoints(find_folder(options.path))
+        str(path): verify_megatron(path) if is_megatron(path) else verify_checkpoint(path)
+        for path in list_checkpoints(find_folder(options.path))
     }
     if options.deep:
         problems_by_path |= {
-            path: list_nonfinite_tensors(open_checkpoint(Path(path)))
+            path: list_nonfinite_tensors(open_any(Path(path)))
             for path, problems in problems_by_path.items()
             if not problems
         }
@@ -170,7 +184,7 @@ def verify(argv: list[str]) -> int:
         print(f"{path}: {'valid' if not problems else f'{len(problems)} problems'}")
         for problem in problems:
             print(f"  {problem}")
-        for warning in [] if problems else open_checkpoint(Path(path)).warnings():
+        for warning in [] if problems else open_any(Path(path)).warnings():
             print(f"  warning: {warning}")
     return int(any(problems_by_path.values()))
 
@@ -178,7 +192,6 @@ def verify(argv: list[str]) -> int:
 def diff(argv: list[str]) -> int:
     """Print which tensors of two checkpoints differ, and by how much; return 1 if any does."""
     from megalith.checkpoint.inspect import compare_checkpoints
-    from megalith.checkpoint.load import open_checkpoint
 
     options = parse_options(CheckpointDiffOptions, argv, prog="megalith checkpoint diff")
     if not 0 <= options.atol < math.inf:
@@ -186,10 +199,7 @@ def diff(argv: list[str]) -> int:
             f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
             "1e-6."
         )
-    a, b = (
-        open_checkpoint(find_latest_checkpoint(find_folder(name)))
-        for name in (options.a, options.b)
-    )
+    a, b = (open_any(find_latest_checkpoint(find_folder(name))) for name in (options.a, options.b))
     comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
     differing = [each for each in comparisons if each.kind != "same"]
     same = len(comparisons) - len(differing)
@@ -303,10 +313,13 @@ def find_folder(name: str) -> Path:
     Raises:
         CheckpointError: there is no such folder.
     """
+    from megalith.hf.megatron_checkpoint import locate_megatron
+
     runs = Path("runs")
     for path in (Path(name), runs / name):
         if path.is_dir():
             return path
+    locate_megatron(Path(name))  # an iteration that does not exist: the error lists the others
     if Path(name).exists():
         raise CheckpointError(f"{name} is a file. Use its folder, or the folder of a run.")
     runs_in_folder = (
@@ -330,9 +343,12 @@ def list_checkpoints(path: Path) -> list[Path]:
     """
     from megalith.checkpoint.format import MANIFEST, step_folders
     from megalith.checkpoint.load import open_checkpoint
+    from megalith.hf.megatron_checkpoint import list_iterations, locate_megatron
 
     if (path / MANIFEST).exists() or path.name.startswith("step_"):
         return [path]
+    if (megatron := locate_megatron(path)) is not None:
+        return [megatron] if megatron == path else list_iterations(path)
     checkpoints = [
         each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()
     ]
@@ -346,18 +362,40 @@ def find_latest_checkpoint(path: Path) -> Path:
         CheckpointError: there is none.
     """
     from megalith.checkpoint.load import find_latest
+    from megalith.hf.megatron_checkpoint import locate_megatron
 
+    if (megatron := locate_megatron(path)) is not None:
+        return megatron
     checkpoints = list_checkpoints(path)
     if checkpoints == [path]:
         return path
     return find_latest(checkpoints[0].parent) or checkpoints[0]
 
 
+def open_any(path: Path) -> "Checkpoint":
+    """Open a checkpoint of ours, or of Megatron with its optimizer state.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete, or cannot be read.
+    """
+    from megalith.checkpoint.load import open_checkpoint
+    from megalith.hf.megatron_checkpoint import is_megatron, open_megatron
+
+    return open_megatron(path).with_optimizer() if is_megatron(path) else open_checkpoint(path)
+
+
 def describe(path: Path) -> dict[str, Any]:  # JSON
     """Return counts and sizes from the manifest."""
-    from megalith.checkpoint.load import open_checkpoint
+    from megalith.hf.megatron_checkpoint import MegatronCheckpoint, is_megatron, open_megatron
 
-    opened = open_checkpoint(path)
+    problem = None
+    try:
+        opened = open_any(path)
+    except CheckpointError as error:
+        if not is_megatron(path):
+            raise
+        # the weights can often be read without the optimizer state
+        opened, problem = open_megatron(path), str(error)
     manifest, roles = opened.manifest, dict[str, dict[str, Any]]()
     for key, tensor in manifest.tensors.items():
         size = roles.setdefault(
@@ -379,4 +417,8 @@ def describe(path: Path) -> dict[str, Any]:  # JSON
             role: size | {"dtypes": sorted(size["dtypes"])} for role, size in sorted(roles.items())
         },
         "state": sorted(opened.state),
-    }
+    } | (
+        {"megatron": opened.describe() | {"optimizer_problem": problem}}
+        if isinstance(opened, MegatronCheckpoint)
+        else {}
+    )

@@ -1,5 +1,5 @@
-"""`megalith convert`: convert a Hugging Face model to a checkpoint, and a checkpoint or run to a
-Hugging Face folder."""
+"""`megalith convert`: convert a Hugging Face model or a Megatron checkpoint to a checkpoint, and a
+checkpoint or run to a Hugging Face folder."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +25,11 @@ from megalith.config.checkpoint import NewRowInit
 from megalith.config.data import FILES
 from megalith.config.moe import MoEConfig
 from megalith.config.tree import load_yaml
-from megalith.errors import ConfigError, raise_all
+from megalith.errors import CheckpointError, ConfigError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.hf.convert import Move
+    from megalith.hf.megatron_checkpoint import MegatronCheckpoint
     from megalith.hf.pretrained import Pretrained
 
 Target = Literal["megalith", "huggingface", "peft"]
@@ -38,8 +39,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Convert a Hugging Face model to a Megalith checkpoint, or a checkpoint or run to a Hugging
-    Face folder.
+    """Convert a Hugging Face model or a Megatron checkpoint to a Megalith checkpoint, or a
+    checkpoint or run to a Hugging Face folder.
 
     Only a few tensors are in memory at a time, and the target is written atomically. An interrupted
     conversion resumes when it is run again. A converted checkpoint has weights and a tokenizer: use
@@ -48,15 +49,23 @@ class ConvertOptions:
     """
 
     source: Positional[str]
-    """Hugging Face folder, run, or checkpoint."""
+    """Hugging Face folder, run, checkpoint, or Megatron folder (the checkpoint that its tracker
+    names, or one iter_NNNNNNN folder)."""
 
     target: Positional[str]
     """Folder to write; it must not exist."""
 
     to: Target | None = None
-    """Target format; default: the other one than that of the source. For a run that trained
-    adapters, huggingface writes the whole model with merged adapters, and peft only the
-    adapters in the format of the peft library."""
+    """Target format; default: the other one than that of the source (of Megatron: megalith). For
+    a run that trained adapters, huggingface writes the whole model with merged adapters, and peft
+    only the adapters in the format of the peft library."""
+
+    step: int | None = None
+    """For a Megatron folder: the iteration to convert; default: the one that its tracker names."""
+
+    weights_only: bool = False
+    """For a Megatron checkpoint: do not convert its optimizer state, step and data position;
+    default: a checkpoint from which a run continues (checkpoint.load_mode=all)."""
 
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
@@ -196,16 +205,19 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
         ConfigError: options do not fit the source.
     """
     from megalith.hf.convert import source_format
-    from megalith.hf.pretrained import check_has_adapters, locate_source, open_pretrained
+    from megalith.hf.megatron_checkpoint import MegatronCheckpoint
+    from megalith.hf.pretrained import check_has_adapters, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
-    source = open_pretrained(locate_source(options.source), base=options.base, role=options.role)
+    source = open_pretrained(_locate(options), base=options.base, role=options.role)
     if options.base is not None:
         check_has_adapters(source, options.base)
     kind = source_format(source)
-    to: Target = options.to or (
-        "huggingface" if kind == "megalith" and options.upcycle is None else "megalith"
-    )
+    megatron = source.checkpoint if isinstance(source.checkpoint, MegatronCheckpoint) else None
+    is_checkpoint = kind == "megalith" and options.upcycle is None and megatron is None
+    to: Target = options.to or ("huggingface" if is_checkpoint else "megalith")
+    if megatron is not None and to == "megalith" and options.upcycle is None:
+        source = source if options.weights_only else _with_optimizer(source, megatron)
     if options.pad_vocab_to_multiple_of is not None:
         if kind == "megalith" or to == "huggingface":
             raise ConfigError(
@@ -224,6 +236,40 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     if options.family is not None:
         source = _with_family(source, options.family, to)
     return source, to
+
+
+def _locate(options: ConvertOptions) -> Path:
+    """Return the folder of the source.
+
+    Raises:
+        ConfigError: there is a step, and the source is no Megatron folder.
+    """
+    from megalith.hf.megatron_checkpoint import locate_megatron
+    from megalith.hf.pretrained import locate_source
+
+    if options.step is None:
+        return locate_source(options.source)
+    path = locate_megatron(Path(options.source), options.step)
+    if path is None:
+        raise ConfigError(
+            f"--step={options.step} selects an iteration of a Megatron folder, and "
+            f"{options.source} is none. Remove it, or name the folder of the checkpoint."
+        )
+    return path
+
+
+def _with_optimizer(source: "Pretrained", checkpoint: "MegatronCheckpoint") -> "Pretrained":
+    """Return a Megatron source with its optimizer state.
+
+    Raises:
+        CheckpointError: that cannot be read.
+    """
+    from megalith.hf.pretrained import CheckpointWeights
+
+    try:
+        return replace(source, weights=CheckpointWeights(checkpoint.with_optimizer()))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Or pass --weights-only.") from error
 
 
 def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":

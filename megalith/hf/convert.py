@@ -19,6 +19,7 @@ from megalith.data.chat_template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.tokenizer import Tokenizer, build_tokenizer, moved_to
 from megalith.errors import DataError
+from megalith.hf.box_files import BoxesToWrite
 from megalith.hf.folder import (
     AUXILIARY_FILES,
     CONFIG,
@@ -29,9 +30,15 @@ from megalith.hf.folder import (
     Weights,
     write_folder,
 )
+from megalith.hf.megatron_checkpoint import MegatronCheckpoint, is_megatron
 from megalith.hf.peft import ADAPTER_CONFIG, AdaptedWeights, fingerprint
 from megalith.hf.pretrained import FORCE_LOAD_BALANCING, HF_SOURCE, Pretrained, find_export_family
-from megalith.hf.release import parameters, release_run, write_release
+from megalith.hf.release import (
+    parameters,
+    plan_optimizer_state,
+    release_run,
+    write_release,
+)
 from megalith.hf.staging import CONVERSION, ConversionOptions, Recipe
 from megalith.hf.tensor_rules import TensorRule, dtype_to_write
 from megalith.plan.shards import Shard
@@ -236,7 +243,10 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     """
     weights = source.weights
     if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
-        return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
+        state = find_training_state(source)
+        optimizer = [] if state is None else plan_optimizer_state(state)
+        moves = [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
+        return moves + [_optimizer_move(item) for item in optimizer]
     family = find_export_family(source)
     unread = (
         [_skipped_move(name, weights) for name in weights.others]
@@ -283,6 +293,20 @@ def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None)
         show_dtype(target_dtype),
         shard.numel * target_dtype.itemsize,
     )
+
+
+def find_training_state(source: Pretrained) -> MegatronCheckpoint | None:
+    """Return the checkpoint whose step and optimizer state are converted with the weights: one of
+    Megatron that was opened with them, or None."""
+    checkpoint = source.checkpoint
+    if isinstance(checkpoint, MegatronCheckpoint) and checkpoint.has_training_state:
+        return checkpoint
+    return None
+
+
+def _optimizer_move(item: BoxesToWrite) -> Move:
+    dtype = show_dtype(item.dtype)
+    return Move(item.key, item.key, item.shape, dtype, dtype, item.nbytes)
 
 
 def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
@@ -375,7 +399,9 @@ def convert(
             extra=ids,
             auxiliary_files=auxiliary_files,
         )
+    training_state = find_training_state(source)
     state = build_release_state(source)
+    state |= {} if training_state is None else training_state.state
     return write_release(
         target,
         source.model,
@@ -384,6 +410,7 @@ def convert(
         config_text=format_release_config(source, target),
         state=state,
         auxiliary_files=auxiliary_files,
+        training_state=training_state,
     )
 
 
@@ -412,6 +439,7 @@ def build_recipe(
         "new rows": new_rows,
         "architecture": find_export_family(source).architecture if to == "huggingface" else "none",
         "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
+        "training state": "none" if find_training_state(source) is None else "all",
         "software": f"megalith {__version__}, torch {torch.__version__}",
     }
 
@@ -431,8 +459,9 @@ def _hash_file_identities(source: Pretrained) -> str:
                 f"{folder.absolute()} {sha256(storage.read_bytes(folder / MANIFEST))}"
             )
             continue
-        for file in sorted(folder.iterdir()):
-            if file.suffix == ".safetensors" or file.name in (CONFIG, ADAPTER_CONFIG):
+        megatron = is_megatron(folder)
+        for file in sorted(folder.rglob("*") if megatron else folder.iterdir()):
+            if megatron or file.suffix == ".safetensors" or file.name in (CONFIG, ADAPTER_CONFIG):
                 stat = file.stat()
                 identities.append(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}")
     return sha256("\n".join(identities).encode())[:16]
@@ -456,6 +485,9 @@ def build_release_state(source: Pretrained) -> dict[str, Any]:  # JSON
 
 def format_release_config(source: Pretrained, target: Path) -> str:
     """Return config.yaml of a checkpoint of weights at `target`."""
+    if isinstance(source.checkpoint, MegatronCheckpoint):
+        tokenizer = moved_to(source.tokenizer, target.absolute())
+        return source.checkpoint.format_settings(tokenizer, load=target.absolute())
     if source.checkpoint is not None:
         return source.checkpoint.config_text
     tokenizer = moved_to(source.tokenizer, target.absolute())

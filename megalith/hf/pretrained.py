@@ -1,6 +1,7 @@
 """Sources of weights: a checkpoint, the newest checkpoint of a run, a Hugging Face folder, or
 adapters with their base model."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST, CheckpointEntry, step_folders
+from megalith.checkpoint.iterations import TRACKER
 from megalith.checkpoint.keys import (
     EMA,
     MODEL,
@@ -56,6 +58,12 @@ from megalith.hf.folder import (
     parse_hf_source,
     read_json,
 )
+from megalith.hf.megatron_checkpoint import (
+    MegatronCheckpoint,
+    is_megatron,
+    locate_megatron,
+    open_megatron,
+)
 from megalith.hf.peft import (
     ADAPTER_CONFIG,
     RECORD,
@@ -72,6 +80,8 @@ from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
 
 RUNS = Path("runs")
+
+_log = logging.getLogger(__name__)
 
 FORCE_LOAD_BALANCING = "forced_choices"
 """Key in the state of a checkpoint: settings that selected experts at random in any step that led
@@ -145,12 +155,15 @@ class Pretrained:
 
     def warnings(self) -> list[str]:
         """Return warnings for users of the model, one per line."""
+        checkpoint = self.checkpoint
+        own = checkpoint.warnings() if isinstance(checkpoint, MegatronCheckpoint) else []
         if not self.force_load_balancing:
-            return []
+            return own
         settings = ", ".join(self.force_load_balancing)
         return [
+            *own,
             f"its experts were selected at random during training ({settings}): use it only to "
-            "measure speed"
+            "measure speed",
         ]
 
     def tuning(self) -> Mapping[str, Any]:  # JSON
@@ -289,7 +302,7 @@ def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[st
 
 def locate_source(source: str) -> Path:
     """Return the checkpoint or Hugging Face folder named by `source`; for a run its newest
-    checkpoint.
+    checkpoint, for a folder of Megatron checkpoints the one that its tracker names.
 
     Called on one rank.
 
@@ -305,6 +318,7 @@ def locate_source(source: str) -> Path:
             f"{path.parent} if it is one."
         )
     if not path.is_dir():
+        locate_megatron(path)  # an iteration that does not exist: the error lists the others
         advice = did_you_mean(source, storage.list_names(RUNS)) or ""
         raise CheckpointError(
             f"{source}: no such folder, neither as a path nor under {RUNS}/.{advice} "
@@ -312,21 +326,28 @@ def locate_source(source: str) -> Path:
         )
     if any((path / name).exists() for name in (MANIFEST, CONFIG, ADAPTER_CONFIG)):
         return path
+    if (megatron := locate_megatron(path)) is not None:
+        return megatron
     for folder in (path / "checkpoints", path):
         if step_folders(folder) and (latest := find_latest(folder)) is not None:
             return latest
     shown = ", ".join(storage.list_names(path)[:6]) or "nothing"
     raise CheckpointError(
         f"{path} has no checkpoint (found: {shown}). Use the folder of a run that has saved one, a "
-        f"checkpoint, or a Hugging Face folder with {CONFIG}."
+        f"checkpoint, a Megatron folder with {TRACKER}, or a Hugging Face folder with {CONFIG}."
     )
 
 
 def open_pretrained(
-    path: Path, *, base: str | None = None, role: WeightsRole = "param"
+    path: Path,
+    *,
+    base: str | None = None,
+    role: WeightsRole = "param",
+    vocab_size: int | None = None,
 ) -> Pretrained:
     """Open the model in a folder returned by `locate_source`; adapters are added to `base`, or if
     it is unset to the base that they name. With `role` ema the weights are their moving average.
+    `vocab_size`: that of a Megatron checkpoint which states only the padded one.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or of an unsupported architecture; or it has no
@@ -337,11 +358,25 @@ def open_pretrained(
             f"--role=ema: {path} has weights only. Use --role param, or a run that was trained "
             "with train.ema.decay."
         )
+    if is_megatron(path):
+        return open_pretrained_checkpoint(open_megatron(path, vocab_size=vocab_size))
     if not (path / MANIFEST).exists() and (path / ADAPTER_CONFIG).exists():
         return _open_peft(path, base)
     if not (path / MANIFEST).exists() and (path / CONFIG).exists():
         return _open_folder(path)
-    checkpoint = open_checkpoint(path)
+    return open_pretrained_checkpoint(open_checkpoint(path), base=base, role=role)
+
+
+def open_pretrained_checkpoint(
+    checkpoint: Checkpoint, *, base: str | None = None, role: WeightsRole = "param"
+) -> Pretrained:
+    """Return the model in an opened checkpoint; `base` and `role` as in `open_pretrained`.
+
+    Raises:
+        CheckpointError: it does not describe a model, its adapters have another base, or it has no
+            moving average.
+    """
+    path = checkpoint.path
     if role == "ema":
         checkpoint.require_ema()
     if RECORD in checkpoint.state:
@@ -432,7 +467,10 @@ def load_weights_with_records(
     may be padded differently."""
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
-    opened = open_pretrained(path, role=role)
+    opened = open_pretrained(path, role=role, vocab_size=model.vocab_size)
+    if isinstance(opened.checkpoint, MegatronCheckpoint):
+        checkpoint = with_master_weights(opened.checkpoint, world)
+        opened = replace(opened, weights=CheckpointWeights(checkpoint))
     notes = check_same_model(opened, model, allow=rules.allow_model_changes, padded=padded)
     same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
@@ -447,6 +485,32 @@ def load_weights_with_records(
     return LoadedWeights(
         [*opened.warnings(), *notes], opened.force_load_balancing, opened.hf_source
     )
+
+
+def with_master_weights(checkpoint: MegatronCheckpoint, world: Group) -> MegatronCheckpoint:
+    """Return a Megatron checkpoint with its fp32 master weights; without them, and with a warning,
+    if its optimizer state cannot be read. Collective over `world`."""
+    try:
+        return with_optimizer(checkpoint, world)
+    except CheckpointError as error:
+        if world.rank == 0:
+            _log.warning("only the weights are loaded, not the master weights: %s", error)
+        return checkpoint
+
+
+def with_optimizer(checkpoint: MegatronCheckpoint, world: Group) -> MegatronCheckpoint:
+    """Return a Megatron checkpoint with its optimizer state. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank: the state cannot be read.
+    """
+    opened: list[MegatronCheckpoint] = []
+
+    def open_optimizer() -> None:
+        opened.append(checkpoint.with_optimizer(rank=world.rank, world_size=world.size))
+
+    raise_on_all_ranks(open_optimizer, world)
+    return opened[0]
 
 
 def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRowInit, *, setting: str) -> None:

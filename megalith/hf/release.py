@@ -1,5 +1,5 @@
-"""Write weights from any source as a checkpoint that contains weights only, a few parameters at a
-time.
+"""Write weights from any source as a checkpoint, without or with optimizer state, a few tensors at
+a time.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.format import divide, folder_name
+from megalith.checkpoint.keys import OPTIMIZER
+from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.save import BOX_NBYTES, commit
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig, TokenizerConfig
@@ -62,15 +64,19 @@ def write_release(
     config_text: str,
     state: Mapping[str, Any] | None = None,  # JSON
     auxiliary_files: Mapping[str, bytes] | None = None,
+    training_state: Checkpoint | None = None,
 ) -> int:
-    """Write the checkpoint folder `path` and return the bytes of its weights. The folder appears
+    """Write the checkpoint folder `path` and return the bytes of its tensors. The folder appears
     complete or not at all. `auxiliary_files` are written beside the weights.
+
+    training_state: its step and its optimizer state are written too; unset: step 0, weights only.
 
     Raises:
         CheckpointError: the path exists, or writing failed.
     """
     with open_staging(path, options.attempt) as work:
-        staging = work.folder / f"{folder_name(0)}.tmp"
+        step = 0 if training_state is None else training_state.step
+        staging = work.folder / f"{folder_name(step)}.tmp"
         finished = staging.with_suffix("")
         if finished.exists():  # killed between writing the last file and renaming the folder
             storage.rename(finished, staging)
@@ -80,11 +86,12 @@ def write_release(
             )
             for shard in parameters(model)
         ]
+        items += [] if training_state is None else plan_optimizer_state(training_state)
         files = split_into_files(items, BATCH_NBYTES)
         written = write_box_files(staging, files, options, work.journal)
         for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
-        finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
+        finished, _ = commit(staging, step, [written], dict(state or {}), config_text)
         publish(work, finished, path)
     return sum(item.nbytes for item in items)
 
@@ -95,6 +102,18 @@ def _plan_parameter(shard: Shard, weights: Weights, dtype: torch.dtype) -> Boxes
 
     boxes = tuple(divide(shard.box, BOX_NBYTES // dtype.itemsize))
     return BoxesToWrite(f"model.{shard.name}", shard.shape, dtype, boxes, read)
+
+
+def plan_optimizer_state(checkpoint: Checkpoint) -> list[BoxesToWrite]:
+    """Return the optimizer state of a checkpoint, to be written unchanged."""
+
+    def plan(key: str) -> BoxesToWrite:
+        shape, dtype = checkpoint.shape(key), checkpoint.dtype(key)
+        whole = tuple((0, size) for size in shape)
+        boxes = tuple(divide(whole, BOX_NBYTES // dtype.itemsize))
+        return BoxesToWrite(key, shape, dtype, boxes, lambda box: [checkpoint.read(key, box)])
+
+    return [plan(key) for key in checkpoint.manifest.tensors if key.startswith(OPTIMIZER)]
 
 
 def _slices(box: Box) -> list[Box]:

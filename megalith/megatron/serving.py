@@ -120,7 +120,7 @@ def _translate_shared(draft: Draft) -> str:
     source = "SOURCE"
     if words.get("--load"):
         source = words["--load"][0]
-        text = "a checkpoint of Megatron has to be converted to the Hugging Face format first"
+        text = "a checkpoint of Megatron is read as it is"
         draft.entries.append(
             FlagReport(
                 verdict="mapped", flag=f"--load {source}", text=text, setting="source", value=source

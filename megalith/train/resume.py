@@ -30,6 +30,12 @@ from megalith.errors import (
     DamagedCheckpointError,
     DataError,
 )
+from megalith.hf.megatron_checkpoint import (
+    MEGATRON_SOURCE,
+    MegatronCheckpoint,
+    is_megatron,
+    open_megatron,
+)
 from megalith.hf.peft import RECORD
 from megalith.hf.pretrained import (
     FORCE_LOAD_BALANCING,
@@ -37,9 +43,11 @@ from megalith.hf.pretrained import (
     check_same_model,
     load_weights_with_records,
     locate_source,
-    open_pretrained,
+    open_pretrained_checkpoint,
     read_hf_source,
     trained_with_forced_balancing,
+    with_master_weights,
+    with_optimizer,
 )
 from megalith.observe.machine import peak_memory_gib
 from megalith.optim.schedule import learning_rate, schedule_lengths
@@ -135,8 +143,12 @@ PROGRESS = "train", "optimizer_updates", "data", "order_samples", "tokenizer"
 """Keys that the state of a checkpoint must have for a run to continue at its step."""
 
 
-def open_checkpoint_source(rules: CheckpointConfig, world: Group) -> Checkpoint | None:
+def open_checkpoint_source(
+    rules: CheckpointConfig, world: Group, *, vocab_size: int
+) -> Checkpoint | None:
     """Return the checkpoint at whose step a run starts; None: step 0. Collective over `world`.
+
+    vocab_size: that of the run.
 
     Raises:
         CheckpointError: on every rank: there is no such checkpoint, or it is not one of a run.
@@ -147,6 +159,8 @@ def open_checkpoint_source(rules: CheckpointConfig, world: Group) -> Checkpoint 
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     settings = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
+    if is_megatron(path):
+        return _open_megatron_source(path, settings, rules, world, vocab_size=vocab_size)
     if not (path / MANIFEST).exists():
         raise CheckpointError(
             f"{settings}: {path} holds weights only, so there is no step to continue from. Set "
@@ -159,12 +173,33 @@ def open_checkpoint_source(rules: CheckpointConfig, world: Group) -> Checkpoint 
             "checkpoint.load_mode=weights to start from the merged model, or continue in the run's "
             "own folder."
         )
-    if missing_keys := [name for name in PROGRESS if name not in checkpoint.state]:
+    required = PROGRESS[:1] if MEGATRON_SOURCE in checkpoint.state else PROGRESS
+    if missing_keys := [name for name in required if name not in checkpoint.state]:
         raise CheckpointError(
             f"{settings}: {path} holds weights only, so there is no step to continue from (its "
             f"state lacks {', '.join(missing_keys)}). Set checkpoint.load_mode=weights."
         )
     return checkpoint
+
+
+def _open_megatron_source(
+    path: Path, settings: str, rules: CheckpointConfig, world: Group, *, vocab_size: int
+) -> MegatronCheckpoint:
+    """Open the Megatron checkpoint at whose step a run starts. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read, or it holds weights only.
+    """
+
+    def open_source() -> None:
+        checkpoint = open_megatron(path, vocab_size=vocab_size)
+        checkpoint.require_progress(settings)
+        opened.append(checkpoint)
+
+    opened: list[MegatronCheckpoint] = []
+    raise_on_all_ranks(open_source, world)
+    read_state = with_optimizer if rules.load_mode == "all" else with_master_weights
+    return read_state(opened[0], world)
 
 
 def check_steps_left(run: TrainRun, checkpoint_source: Checkpoint, state: TrainState) -> None:
@@ -297,7 +332,9 @@ class PreparedRun:
         self.is_writer = mesh.world.rank == 0
         saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
         self.checkpoint_source = (
-            open_checkpoint_source(run.checkpoint, mesh.world) if saved is None else None
+            open_checkpoint_source(run.checkpoint, mesh.world, vocab_size=run.model.vocab_size)
+            if saved is None
+            else None
         )
         start = saved or self.checkpoint_source
         self.state = _read_train_state(start)
@@ -492,6 +529,13 @@ class PreparedRun:
             self.print_line(
                 describe_checkpoint_source(run, self.checkpoint_source, self.state, fresh=fresh)
             )
+            if MEGATRON_SOURCE in self.checkpoint_source.state:
+                self.print_line(
+                    f"{self.checkpoint_source.path} records neither its data nor its tokenizer, so "
+                    "they are not compared: data.* and tokenizer.* must be those of the Megatron "
+                    f"run, whose next sample is number {self.state.consumed_samples}. Megatron's "
+                    "random state is not loaded: random numbers depend on seed and step"
+                )
         elif rules.load is not None:
             loaded = load_weights_with_records(
                 self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules
@@ -523,7 +567,8 @@ class PreparedRun:
             CheckpointError: the checkpoint is of another tokenizer or model, or lacks tensors.
         """
         run, rules = self.run, self.run.checkpoint
-        if saved.state["tokenizer"] != self.tokenizer.fingerprint:
+        # a Megatron checkpoint does not record its tokenizer's ids
+        if saved.state.get("tokenizer", self.tokenizer.fingerprint) != self.tokenizer.fingerprint:
             raise CheckpointError(
                 f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
                 f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run "
@@ -531,7 +576,9 @@ class PreparedRun:
             )
         resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
         entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
-        saved_run = open_pretrained(saved.path, base=None if self.lora_base is None else rules.load)
+        saved_run = open_pretrained_checkpoint(
+            saved, base=None if self.lora_base is None else rules.load
+        )
         # The saved vocabulary may be padded to another multiple.
         padded = (
             self.checkpoint_source is not None
@@ -551,7 +598,8 @@ class PreparedRun:
             self.print_line(f"{saved.path}: {line}")
         # New moments start at zero and need bias correction from the first update.
         fresh = resets_optimizer or report.fresh_state
-        self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
+        updates = saved.state.get("optimizer_updates", self.state.step - self.state.skipped)
+        self.trainer.optimizer.set_updates(0 if fresh else int(updates))
         if (
             self.trainer.loss_scale is not None
             and "loss_scale" in saved.state
@@ -600,14 +648,14 @@ class PreparedRun:
             DataError: there are too few samples, and they are not repeated.
         """
         orders = [self._num_samples_needed()]
-        if saved is not None:
+        if saved is not None and "order_samples" in saved.state:
             orders = [
                 int(count)
                 for count in (saved.state["order_samples"], *saved.state.get("order_longer", ()))
             ]
         splits = self._datasets(orders)
         assert splits.train is not None
-        if saved is not None:
+        if saved is not None and "data" in saved.state:
             _check_order(saved, splits.train.fingerprint)
         return self._extend_data(RunData(splits, tuple(orders)))
 

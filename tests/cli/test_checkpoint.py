@@ -1,6 +1,9 @@
 """`megalith checkpoint info|verify` from the command line."""
 
+import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
+from megalith.errors import CheckpointError
 from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
 
@@ -273,3 +277,83 @@ def test_diff_reports_differences_with_exit_code_1(
     assert call("diff", one, two, "--only", "nothing.*") == 2
     assert "--only=nothing.* matches none of the tensors" in capsys.readouterr().err
     assert call("diff", one) == 2
+
+
+@pytest.fixture
+def megatron(megatron_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a folder that Megatron-core saved: iteration 2, tp 2, pp 2."""
+    return Path(shutil.copytree(megatron_folder("dense_singleton"), tmp_path / "megatron"))
+
+
+def test_info_prints_format_args_and_contents_of_megatron_checkpoint(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("info", megatron, "--only", "model.layers.0.attention.q") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{megatron / 'iter_0000002'}: step 2, saved by 4 ranks, ")
+    for line in (
+        "  parameters  1,320",
+        "  exp_avg     17 tensors, 1,320 elements of float32",
+        "  weights     17 tensors, 1,320 elements of bfloat16",
+        "  format      torch_dist, checkpoint_version 3.0",
+        "  optimizer   fully_reshardable",
+        "  args        tensor_model_parallel_size=2",
+        "  args        params_dtype=torch.bfloat16",
+    ):
+        assert line in lines
+    assert lines[-1] == "  model.layers.0.attention.q  [4, 2, 8] bfloat16 in 1 boxes"
+    assert call("info", megatron / "iter_0000002", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["step"] == 2 and document["roles"]["master"]["numel"] == 1320
+    assert document["megatron"]["args"]["consumed_train_samples"] == 16
+    assert call("info", megatron / "iter_0000009") == 2
+    assert "Use one of its iterations: iter_0000002" in capsys.readouterr().err
+
+
+def test_info_reports_unreadable_optimizer_state_beside_the_weights(
+    megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("bucket 0 has 5 elements, expected 8.")
+
+    monkeypatch.setattr("megalith.hf.megatron_checkpoint.read_optimizer", fail)
+    assert call("info", megatron) == 0
+    output = capsys.readouterr().out
+    assert "  cannot read bucket 0 has 5 elements, expected 8.\n" in output
+    assert "  weights     17 tensors" in output and "exp_avg" not in output
+    assert call("verify", megatron) == 1
+    assert "  bucket 0 has 5 elements, expected 8.\n" in capsys.readouterr().out
+
+
+def test_verify_compares_the_hashes_of_megatron_files(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = megatron / "iter_0000002"
+    assert call("verify", megatron, "--deep") == 0
+    assert capsys.readouterr().out == f"{folder}: valid\n"
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    (folder / "integrity.json").write_text(json.dumps(hashes))
+    assert call("verify", megatron) == 0
+    damage(folder)
+    assert call("verify", megatron) == 1
+    damaged = next(folder.glob("*.distcp"))
+    assert (
+        f"  hash mismatch in {damaged.name} (expected {hashes[damaged.name]}, got "
+        in capsys.readouterr().out
+    )
+    (folder / "integrity.json").write_text(json.dumps({"../secret": "0" * 64}))
+    assert call("verify", megatron) == 1
+    assert "names ../secret, which is outside the folder." in capsys.readouterr().out
+
+
+def test_verify_reports_missing_and_truncated_megatron_files(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = megatron / "iter_0000002" / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    assert call("verify", megatron) == 1
+    assert "__0_0.distcp" in capsys.readouterr().out
+    file.unlink()
+    assert call("verify", megatron) == 1
+    assert "__0_0.distcp" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from megalith.cli.main import main
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
 from megalith.config.tree import dump_yaml
+from megalith.errors import CheckpointError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
@@ -478,3 +480,79 @@ def test_a_license_that_links_to_another_file_is_not_copied(
         capsys.readouterr()
         assert main(["convert", str(source), str(run.parent / "x"), "--to", "huggingface"]) == 2
         assert "LICENSE is a link to" in capsys.readouterr().err and not (run.parent / "x").exists()
+
+
+# --- Megatron checkpoints
+
+
+def test_megatron_checkpoint_is_converted_with_its_optimizer_state(
+    megatron_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = megatron_folder("dense_singleton"), tmp_path / "ours"
+    assert main(["convert", str(source), str(target)]) == 0
+    assert f"wrote {target}: 68 tensors, 18.5 kB, from {source}" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(source), str(target)]) == 0
+    converted = open_checkpoint(target)
+    assert converted.step == 2
+    assert converted.state["train"]["consumed_samples"] == 16
+    assert converted.state["optimizer_updates"] == 2
+    settings = yaml.safe_load(converted.config_text)
+    assert settings["model"]["vocab_size"] == 21
+    assert settings["checkpoint"]["load"] == str(target)
+
+
+def test_weights_of_megatron_checkpoint_are_converted_alone(
+    megatron_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = megatron_folder("moe_fully_reshardable"), tmp_path / "ours"
+    words = ["convert", str(source), str(target), "--weights-only", "--step", "2"]
+    assert main(words) == 0
+    converted = open_checkpoint(target)
+    assert converted.step == 0 and converted.state == {"token_ids": {}}
+    assert not any(key.startswith("optimizer.") for key in converted.keys())  # noqa: SIM118
+    assert main(["checkpoint", "diff", str(source), str(target), "--only", "model.*"]) == 0
+
+
+def test_megatron_checkpoint_is_converted_to_hugging_face(
+    megatron_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, target = megatron_folder("dense_singleton"), tmp_path / "theirs"
+    assert main(["convert", str(source), str(target), "--to", "huggingface"]) == 0
+    assert main(["convert", str(target), str(tmp_path / "back")]) == 0
+    words = ["--only", "model.layers.*", "--json"]
+    assert main(["checkpoint", "diff", str(source), str(tmp_path / "back"), *words]) == 0
+
+
+def test_step_selects_an_iteration_of_a_megatron_folder(
+    megatron_folder: Callable[[str], Path],
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = megatron_folder("dense_singleton")
+    assert main(["convert", str(source), str(tmp_path / "x"), "--step", "150"]) == 2
+    assert (
+        f"{source} has no iteration 150. Use one of its iterations: iter_0000002."
+        in capsys.readouterr().err
+    )
+    assert main(["convert", str(run), str(tmp_path / "x"), "--step", "7"]) == 2
+    assert (
+        f"--step=7 selects an iteration of a Megatron folder, and {run} is none. Remove it, or "
+        "name the folder of the checkpoint." in capsys.readouterr().err
+    )
+
+
+def test_unreadable_optimizer_state_is_left_out_on_request(
+    megatron_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("bucket 0 has 5 elements, expected 8.")
+
+    monkeypatch.setattr("megalith.hf.megatron_checkpoint.read_optimizer", fail)
+    words = ["convert", str(megatron_folder("dense_singleton")), str(tmp_path / "x")]
+    assert main(words) == 2
+    assert "bucket 0 has 5 elements, expected 8. Or pass --weights-only." in capsys.readouterr().err
+    assert main([*words, "--weights-only"]) == 0
