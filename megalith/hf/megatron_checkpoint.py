@@ -46,7 +46,7 @@ from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import locate_copied_tokenizer
 from megalith.errors import CheckpointError
 from megalith.hf.folder import CONFIG
-from megalith.hf.megatron_args import TranslatedArgs, read_fields, translate_args
+from megalith.hf.megatron_args import TranslatedArgs, translate_args
 from megalith.hf.megatron_legacy import read_legacy_folder
 from megalith.hf.megatron_names import MEGATRON, normalize_tensors
 from megalith.hf.megatron_optimizer import read_optimizer, verify_buckets
@@ -58,6 +58,7 @@ from megalith.hf.tensor_rules import (
     locate_box,
     to_parameter_layout,
 )
+from megalith.megatron.stored_arguments import read_fields
 from megalith.plan.shards import Box, Shard, intersect
 
 INTEGRITY_FILE = "integrity.json"
