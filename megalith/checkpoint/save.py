@@ -377,7 +377,9 @@ class BoxFile:
     """Context manager of a new file of boxes, each in `torch.save` format and hashed; synced to
     disk on exit."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, hashes: bool = True) -> None:
+        """`hashes` false: boxes have empty hashes, for formats that store none."""
+        self._hashes = hashes
         self.name = path.name
         self.nbytes = 0
         self._file = storage.open_new(path)
@@ -401,8 +403,9 @@ class BoxFile:
         Raises:
             OSError: writing failed.
         """
-        stream = _write_values(self._file, box, values)
-        stored = StoredBox(box, self.name, self.nbytes, stream.nbytes, stream.hash.hexdigest())
+        stream = _write_values(self._file, box, values, hashes=self._hashes)
+        digest = "" if stream.hash is None else stream.hash.hexdigest()
+        stored = StoredBox(box, self.name, self.nbytes, stream.nbytes, digest)
         storage.begin_sync(self._file, self.nbytes, stream.nbytes)
         self.nbytes += stream.nbytes
         return stored
@@ -475,10 +478,10 @@ class _BoxStream:
     """File object for torch.save that hashes and counts the bytes, and inserts the values where
     torch seeks over them."""
 
-    def __init__(self, file: BinaryIO, values: Sequence[Tensor]) -> None:
+    def __init__(self, file: BinaryIO, values: Sequence[Tensor], *, hashes: bool) -> None:
         self.file = file
         self.values = values
-        self.hash = hashlib.sha256()
+        self.hash = hashlib.sha256() if hashes else None
         self.nbytes = 0
         self.error: OSError | None = None
         """The first write error."""
@@ -488,7 +491,8 @@ class _BoxStream:
         try:
             for start in range(0, len(data), _CHUNK_NBYTES):
                 chunk = data[start : start + _CHUNK_NBYTES]
-                self.hash.update(chunk)
+                if self.hash is not None:
+                    self.hash.update(chunk)
                 self.file.write(chunk)
         except OSError as error:
             self.error = self.error or error
@@ -508,7 +512,9 @@ class _BoxStream:
         """Do nothing: torch.save flushes after each tensor, the file is flushed once at its end."""
 
 
-def _write_values(file: BinaryIO, box: Box, values: Sequence[Tensor]) -> _BoxStream:
+def _write_values(
+    file: BinaryIO, box: Box, values: Sequence[Tensor], *, hashes: bool
+) -> _BoxStream:
     """Append a box in torch.save format.
 
     Torch writes the archive of a tensor without values, which saves its checksum: weaker than ours,
@@ -517,7 +523,7 @@ def _write_values(file: BinaryIO, box: Box, values: Sequence[Tensor]) -> _BoxStr
     Raises:
         OSError: writing failed; torch itself raises an unexpected-position error instead.
     """
-    stream = _BoxStream(file, values)
+    stream = _BoxStream(file, values, hashes=hashes)
     try:
         with torch.serialization.skip_data():
             torch.save(torch.empty(lengths(box), dtype=values[0].dtype), cast(BinaryIO, stream))

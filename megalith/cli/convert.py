@@ -1,5 +1,5 @@
 """`megalith convert`: convert a Hugging Face model or a Megatron checkpoint to a checkpoint, and a
-checkpoint or run to a Hugging Face folder."""
+checkpoint or run to a Hugging Face folder or a Megatron checkpoint."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +28,13 @@ from megalith.config.tree import load_yaml
 from megalith.errors import CheckpointError, ConfigError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
+    import torch
+
     from megalith.hf.convert import Move
     from megalith.hf.megatron_checkpoint import MegatronCheckpoint
     from megalith.hf.pretrained import Pretrained
 
-Target = Literal["megalith", "huggingface", "peft"]
+Target = Literal["megalith", "huggingface", "peft", "megatron"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -58,14 +60,15 @@ class ConvertOptions:
     to: Target | None = None
     """Target format; default: the other one than that of the source (of Megatron: megalith). For
     a run that trained adapters, huggingface writes the whole model with merged adapters, and peft
-    only the adapters in the format of the peft library."""
+    only the adapters in the format of the peft library. megatron writes a checkpoint that
+    Megatron-LM loads, with the optimizer state if there is one."""
 
     step: int | None = None
     """For a Megatron folder: the iteration to convert; default: the one that its tracker names."""
 
     weights_only: bool = False
-    """For a Megatron checkpoint: do not convert its optimizer state, step and data position;
-    default: a checkpoint from which a run continues (checkpoint.load_mode=all)."""
+    """From or to a Megatron checkpoint: leave out the optimizer state, the step and the position in
+    the data; default: a checkpoint from which a run continues."""
 
     base: str | None = None
     """For adapters: their base model; default: the one that the adapters name."""
@@ -152,6 +155,9 @@ def main(argv: list[str]) -> int:
     source, to = open_source(options)
     print_warnings(source)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
+    if to == "megatron":
+        convert_to_megatron(source, target, dtype, options)
+        return 0
     if to == "peft":
         planned = plan_peft_moves(source, dtype)
         nbytes = 0 if options.dry_run else write_peft(target, source, dtype=dtype)
@@ -198,6 +204,44 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def convert_to_megatron(
+    source: "Pretrained", target: Path, dtype: "torch.dtype | None", options: ConvertOptions
+) -> None:
+    """Write a Megatron checkpoint, unless the run is dry, and print the result."""
+    from megalith.hf.convert import build_recipe, list_written_tensors
+    from megalith.hf.megatron_write import plan_export, plan_megatron_moves, write_megatron
+    from megalith.hf.staging import Attempt, ConversionOptions
+
+    plan = plan_export(source, dtype, weights_only=options.weights_only)
+    moves = plan_megatron_moves(plan, source)
+    if not options.dry_run:
+        recipe = build_recipe(
+            source, "megatron", dtype=dtype, shard_nbytes=0, new_rows=options.new_rows
+        )
+        recipe = {**recipe, "weights only": str(options.weights_only)}
+        attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
+        with show_progress(plan.nbytes) as advance:
+            writing = ConversionOptions(dtype, advance, options.workers, attempt)
+            write_megatron(target, source, plan, writing)
+    tensors, size = [asdict(move) for move in moves], _size(plan.nbytes)
+    count, contents = f"{len(list_written_tensors(moves))} tensors", plan.describe()
+    report = {
+        "source": str(source.path),
+        "target": str(target),
+        "to": "megatron",
+        "dry_run": options.dry_run,
+        "nbytes": plan.nbytes,
+    }
+    if options.json:
+        print_json({**report, "contents": contents, "tensors": tensors})
+    elif options.dry_run:
+        _list(tensors)
+        print(f"{count}, {size}, {contents}; nothing was written")
+    else:
+        print(f"wrote {target}: {count}, {size}, {contents}, from {source.path}")
+        print(f"try: pretrain_gpt.py --load {target} --use-checkpoint-args ...")
+
+
 def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     """Open the source without reading weights, and return it with the target format.
 
@@ -216,7 +260,7 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     megatron = source.checkpoint if isinstance(source.checkpoint, MegatronCheckpoint) else None
     is_checkpoint = kind == "megalith" and options.upcycle is None and megatron is None
     to: Target = options.to or ("huggingface" if is_checkpoint else "megalith")
-    if megatron is not None and to == "megalith" and options.upcycle is None:
+    if megatron is not None and to in ("megalith", "megatron") and options.upcycle is None:
         source = source if options.weights_only else _with_optimizer(source, megatron)
     if options.pad_vocab_to_multiple_of is not None:
         if kind == "megalith" or to == "huggingface":
@@ -282,7 +326,7 @@ def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
     from megalith.hf.convert import source_format
     from megalith.hf.folder import HFSource, find_family_by_name
 
-    if to == "megalith" or source_format(source) == "huggingface":
+    if to in ("megalith", "megatron") or source_format(source) == "huggingface":
         raise ConfigError(
             f"--family={name} selects the architecture of a Hugging Face folder that is written "
             "from a checkpoint or "
@@ -315,7 +359,9 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
         source = replace(source, model=replace(source.model, vocab_size=size))
     if options.new_rows != "zero":
         padded = (
-            source.model if to == "megalith" else replace(source.model, pad_vocab_to_multiple_of=1)
+            replace(source.model, pad_vocab_to_multiple_of=1)
+            if to == "huggingface"
+            else source.model
         )
         add_rows(source, padded, options.new_rows, setting=f"--new-rows={options.new_rows}")
     return source

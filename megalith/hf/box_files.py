@@ -60,9 +60,11 @@ def write_box_files(
     files: Sequence[tuple[str, Sequence[BoxesToWrite]]],
     options: ConversionOptions,
     journal: ConversionJournal,
+    *,
+    hashes: bool = True,
 ) -> WrittenFiles:
     """Write files into a folder; those that an interrupted conversion finished are checked and
-    kept, and all other files in the folder are removed.
+    kept, and all other files in the folder are removed. `hashes`: whether boxes are hashed.
 
     Raises:
         CheckpointError: too little space is free, the boxes do not tile their tensors, or a source
@@ -80,6 +82,7 @@ def write_box_files(
             options.on_written,
             journal,
             finished_files.get(name),
+            hashes=hashes,
         )
         for name, batch in files
     ]
@@ -142,7 +145,8 @@ def _make_record(part: WrittenFiles, name: str) -> dict[str, Any]:  # JSON
 def _is_complete(file: Path, part: WrittenFiles) -> bool:
     boxes = [box for tensor in part.tensors.values() for box in tensor.boxes]
     return storage.file_nbytes(file) == part.files[file.name].nbytes and all(
-        sha256(storage.mapped(file, box.offset, box.nbytes)) == box.sha256 for box in boxes
+        not box.sha256 or sha256(storage.mapped(file, box.offset, box.nbytes)) == box.sha256
+        for box in boxes
     )
 
 
@@ -152,6 +156,8 @@ def _write_file(
     on_written: Callable[[int], None],
     journal: ConversionJournal,
     finished: WrittenFiles | None,
+    *,
+    hashes: bool,
 ) -> WrittenFiles:
     """Write one file, unless `finished` describes a valid one."""
     if finished is not None and _is_complete(path, finished):
@@ -159,7 +165,7 @@ def _write_file(
         return finished
     storage.remove_file(path)
     boxes: dict[str, list[StoredBox]] = {item.key: [] for item in batch}
-    with BoxFile(path) as file:
+    with BoxFile(path, hashes=hashes) as file:
         for item in batch:
             for box in item.boxes:
                 boxes[item.key].append(file.add(box, item.read(box)))

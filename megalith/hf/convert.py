@@ -206,7 +206,7 @@ def _encode_json(contents: Any) -> bytes:  # JSON
     return (json.dumps(contents, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-Kind = Literal["megalith", "huggingface"]
+Kind = Literal["megalith", "huggingface", "megatron"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,33 @@ def test_target_format_can_be_selected(run: Path) -> None:
     )
 
 
+def test_run_round_trips_through_megatron(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    megatron, ours = run.parent / "megatron", run.parent / "ours"
+    words = ["convert", str(run), str(megatron), "--to", "megatron"]
+    assert main([*words, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    queries_and_keys = "layers.1.attention.q + layers.1.attention.kv"
+    target = "decoder.layers.self_attention.linear_qkv.weight[1]  (20, 12) float32"
+    assert f"{queries_and_keys} -> {target}" in lines
+    assert lines[-1] == "9 tensors, 36.9 kB, weights only; nothing was written"
+    assert not megatron.exists()
+
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["to"], document["contents"]) == ("megatron", "weights only")
+    names = sorted(path.name for path in megatron.iterdir())
+    assert names == ["latest_checkpointed_iteration.txt", "release"]
+    assert main(words) == 2
+    assert f"{megatron} already exists" in capsys.readouterr().err
+
+    assert main(["convert", str(megatron), str(ours)]) == 0
+    before, after = open_checkpoint(run / "checkpoints" / "step_0000007"), open_checkpoint(ours)
+    keys = before.keys()
+    for key in keys:
+        assert torch.equal(before.read(key)[:257], after.read(key)[:257]), key
+    assert keys == after.keys()
+
+
 def test_vocabulary_is_padded_to_the_given_multiple(run: Path) -> None:
     assert main(["convert", str(run), str(run.parent / "a")]) == 0
     assert (

@@ -294,7 +294,7 @@ def test_an_interrupted_conversion_survives_a_failed_resume(
     words = words_of("megalith", theirs, tmp_path / "x")
     left_by(tmp_path / "x", monkeypatch, words, 4)
 
-    def damaged(*given: object) -> None:
+    def damaged(*given: object, **settings: object) -> None:
         raise CheckpointError(f"{theirs}: cannot be read. Copy it again.")
 
     faults: list[tuple[Any, str, Any]] = [
