@@ -14,7 +14,13 @@ from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.megatron.launch import Launch, read_script, split_command
-from megalith.megatron.parse import FlagReport, expand_file_flags
+from megalith.megatron.parse import (
+    Arguments,
+    FlagReport,
+    expand_file_flags,
+    mapped_flags,
+    parse_arguments,
+)
 from megalith.megatron.serving import format_command, is_serving_program, translate_serving
 from megalith.megatron.translate import Translation, named_tokenizer, translate
 from megalith.megatron.yaml_cfg import expand_yaml_flag
@@ -85,6 +91,7 @@ def main(argv: list[str]) -> int:
         )
     if options.serve or is_serving_program(launch.program):
         return _serve(options, words)
+    words = expand_checkpoint_args(words)
     translation = translate(
         words,
         name=options.name or (Path(options.script).stem if options.script else "from_megatron"),
@@ -106,6 +113,80 @@ def main(argv: list[str]) -> int:
         print(_next_step(options.output, translation), file=sys.stderr)
         print("" if options.output else text, end="")
     return 2 if refusals else 0
+
+
+USE_CHECKPOINT_ARGS = "--use-checkpoint-args"
+
+
+def expand_checkpoint_args(words: Sequence[str]) -> list[str]:
+    """Return the arguments with `--use-checkpoint-args` replaced by those of the model and the
+    tokenizer in the checkpoint of --load or --pretrained-checkpoint.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or its arguments describe no supported model.
+        ConfigError: no checkpoint is named, or other arguments contradict those of the checkpoint.
+    """
+    if USE_CHECKPOINT_ARGS not in words:
+        return list(words)
+    words = [word for word in words if word != USE_CHECKPOINT_ARGS]
+    arguments = parse_arguments(words)
+    source = arguments.value("--load") or arguments.value("--pretrained-checkpoint")
+    if source is None:
+        raise ConfigError(
+            f"{USE_CHECKPOINT_ARGS} reads the arguments of a checkpoint, and none is named. Pass "
+            "--load or --pretrained-checkpoint with its folder."
+        )
+    from megalith.hf.megatron_args import translate_args
+    from megalith.hf.megatron_checkpoint import locate_megatron, read_megatron_folder
+
+    step = arguments.value("--ckpt-step")
+    path = locate_megatron(Path(str(source)), step if isinstance(step, int) else None)
+    if path is None:
+        raise ConfigError(
+            f"{USE_CHECKPOINT_ARGS}: {source} is not a folder of Megatron checkpoints. Pass --load "
+            "with one, or the arguments of the model."
+        )
+    folder = read_megatron_folder(path)
+    stored = translate_args(folder.common.get("args"), common=folder.common)
+    stored.require_model(str(path))
+    chosen = select_model_words(stored.words)
+    raise_all(find_contradictions(chosen, arguments, str(path)))
+    given = {flag for flag in mapped_flags() if arguments.given(flag)}
+    return [*(word for group in chosen if group[0] not in given for word in group[1]), *words]
+
+
+def select_model_words(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the flags of the model and the tokenizer, each with all of its words."""
+    flags, groups = mapped_flags(), list[tuple[str, tuple[str, ...]]]()
+    for word in words:
+        if word.startswith("--"):
+            groups.append((word.partition("=")[0], (word,)))
+        else:
+            name, group = groups[-1]
+            groups[-1] = (name, (*group, word))
+    return [
+        group
+        for group in groups
+        if any(
+            one.startswith(("model.", "tokenizer.", "train.seq_len"))
+            for one in flags[group[0]].setting
+        )
+    ]
+
+
+def find_contradictions(
+    chosen: Sequence[tuple[str, tuple[str, ...]]], arguments: Arguments, source: str
+) -> list[str]:
+    """Return a message for each argument of the command line that differs from the checkpoint's."""
+    problems = []
+    for flag, group in chosen:
+        stored = parse_arguments(group).value(flag)
+        if arguments.given(flag) and arguments.value(flag) != stored:
+            problems.append(
+                f"{flag} {arguments.value(flag)}: {source} has {stored}, which "
+                f"{USE_CHECKPOINT_ARGS} uses. Remove {flag}, or {USE_CHECKPOINT_ARGS}."
+            )
+    return problems
 
 
 def _serve(options: FromMegatron, words: Sequence[str]) -> int:

@@ -33,6 +33,7 @@ from megalith.megatron.parse import (
 from megalith.megatron.stored_arguments import (
     MAX_SIZE,
     ArgumentWords,
+    drop_computed_fields,
     find_unknown_fields,
     is_whole,
     read_fields,
@@ -161,7 +162,7 @@ def translate_args(
         CheckpointError: `args` is not a record of arguments. All other messages are in the result.
     """
     fields = read_fields(args)
-    word_list = ArgumentWords(fields, [], [])
+    word_list = ArgumentWords(drop_computed_fields(fields), [], [])
     for flag in read_flag_table():
         if _follows_checkpoint(flag):
             word_list.add(flag)

@@ -100,6 +100,27 @@ def read_fields(args: object) -> Mapping[str, Any]:  # of a parsed pickle
     )
 
 
+def drop_computed_fields(fields: Mapping[str, Any]) -> dict[str, Any]:  # of a parsed pickle
+    """Return the fields without those that Megatron's training script computes from others, and
+    which contradict these on a command line: the number of steps and the decay of a run measured in
+    samples, and both ends of a constant weight decay."""
+    fields = dict(fields)
+    if fields.get("weight_decay_incr_style") in (None, "constant"):
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if fields.get(name) == fields.get("weight_decay"):
+                fields.pop(name, None)
+    if fields.get("train_samples"):
+        for name in ("train_iters", "lr_decay_iters", "lr_warmup_iters"):
+            fields.pop(name, None)
+    elif fields.get("train_iters"):
+        for name in ("lr_decay_samples", "lr_warmup_samples"):
+            fields.pop(name, None)
+    if fields.get("lr_warmup_fraction") is not None:
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            fields.pop(name, None)
+    return fields
+
+
 @dataclass(slots=True)
 class ArgumentWords:
     """Words of a command line while arguments are read, and what is wrong with them."""

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from megalith.cli.from_megatron import FromMegatron, report, split_options
 from megalith.cli.main import main
 from megalith.config.fields import describe
 from megalith.config.train import TrainRun
-from megalith.config.tree import flatten, load_yaml
+from megalith.config.tree import flatten, from_dict, load_yaml
+from megalith.hf.megatron_checkpoint import open_megatron
 from megalith.megatron.launch import read_script
 from megalith.megatron.parse import FlagReport
 from megalith.rules.run import run_problems
@@ -423,3 +424,32 @@ def test_very_long_arguments_are_reported_in_short(
 ) -> None:
     assert main(["from-megatron", *words]) == 2
     assert len(capsys.readouterr().err) < 20_000
+
+
+def test_use_checkpoint_args_reads_the_model_of_the_checkpoint(
+    megatron_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = megatron_folder("dense_dp_reshardable")
+    training = (
+        "--mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 1e-3 "
+        "--seq-length 16 --tokenizer-type NullTokenizer"
+    )
+    words = ["from-megatron", "--use-checkpoint-args", "--load", str(folder), *training.split()]
+    assert main(words) == 0
+    run = from_dict(TrainRun, yaml.safe_load(capsys.readouterr().out))
+    stored = open_megatron(folder / "iter_0000002").run.model
+    assert run.model.num_layers == stored.num_layers
+    assert run.model.num_kv_heads == stored.num_kv_heads
+    assert (run.checkpoint.load, run.checkpoint.load_mode) == (str(folder), "all")
+    assert main([*words, "--hidden-size", "7"]) == 2
+    message = capsys.readouterr().err
+    assert "--hidden-size 7" in message and f"has {stored.hidden_size}" in message
+
+
+def test_use_checkpoint_args_needs_a_megatron_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["from-megatron", "--use-checkpoint-args"]) == 2
+    assert "Pass --load or --pretrained-checkpoint" in capsys.readouterr().err
+    assert main(["from-megatron", "--use-checkpoint-args", "--load", str(tmp_path)]) == 2
+    assert "is not a folder of Megatron checkpoints" in capsys.readouterr().err

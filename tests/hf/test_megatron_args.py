@@ -221,6 +221,23 @@ def test_training_arguments_become_a_run_without_layout_and_folders() -> None:
     assert (run.schedule.lr, run.parallel.pp, run.parallel.tp) == (1e-3, 1, 1)
 
 
+def test_values_that_the_training_script_computes_do_not_contradict_the_others() -> None:
+    """Megatron stores both ends of a constant weight decay, and the steps of a run in samples."""
+    constant = {"start_weight_decay": 0.1, "end_weight_decay": 0.1}
+    run = translate(**TRAINING, **constant, weight_decay_incr_style="constant").run
+    assert run is not None and run.schedule.weight_decay == 0.1
+    in_samples = TRAINING | {"train_samples": 1600, "lr_decay_samples": 1600, "lr_decay_iters": 100}
+    in_samples |= {"lr_warmup_samples": 160, "lr_warmup_iters": 0}
+    translated = translate(**in_samples)
+    assert translated.run_problems == ()
+    run = translated.run
+    assert run is not None and run.train.steps == 100
+    fraction = translate(**TRAINING | {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 80})
+    assert fraction.run_problems == ()
+    other = translate(**TRAINING, start_weight_decay=0.2, end_weight_decay=0.1)
+    assert any("--start-weight-decay 0.2" in problem for problem in other.run_problems)
+
+
 def test_progress_is_read_from_the_arguments_and_the_common_state() -> None:
     common = {"iteration": 20, "checkpoint_version": 3.0}
     progress = translate_args(ARGS | TRAINING, common=common).progress

@@ -31,7 +31,7 @@ from megalith.plan.shards import Box
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.trainer import build_trainer, checkpoint_entries
-from tests.megatron import chunked
+from tests.megatron_folders import chunked
 
 Extract = Callable[[str], Path]
 

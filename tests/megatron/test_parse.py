@@ -178,13 +178,13 @@ def test_unmapped_flags_are_reported_if_given() -> None:
 
 def test_flag_that_requires_another_has_no_effect_without_it() -> None:
     alone, together = (
-        draft("--use-checkpoint-args"),
-        draft("--use-checkpoint-args --load x"),
+        draft("--override-ckpt-iteration 3"),
+        draft("--override-ckpt-iteration 3 --load x"),
     )
     for result in (alone, together):
         report_unmapped(result)
     assert [entry.effect for entry in alone.entries] == ["none"]
-    assert [entry.effect for entry in together.entries if "args" in entry.flag] == ["model"]
+    assert [entry.effect for entry in together.entries if "ckpt" in entry.flag] == ["numbers"]
 
 
 def test_given_flags_without_a_report_are_reported_as_unused() -> None:

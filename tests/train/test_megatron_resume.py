@@ -17,7 +17,7 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from tests.megatron import TINY_ARGS, build_megatron_folder, megatron_tensors
+from tests.megatron_folders import TINY_ARGS, build_megatron_folder, megatron_tensors
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Override] = {
