@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from megalith.checkpoint.commit import remove_leftovers
 from megalith.checkpoint.lock import RunLock, lock_run
-from megalith.checkpoint.save import SaveReport, remove_leftovers
+from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
 from megalith.observe.logs import log_to

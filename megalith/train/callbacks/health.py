@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from megalith.checkpoint.commit import Retention
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.checkpoint.load import list_complete_checkpoints
 from megalith.checkpoint.lock import RunLock
-from megalith.checkpoint.save import Retention, SaveReport, save_checkpoint
+from megalith.checkpoint.manifest import list_complete_checkpoints
+from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
