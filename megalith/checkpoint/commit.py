@@ -186,9 +186,15 @@ def remove_leftovers(folder: Path) -> list[Path]:
         if match[2] == "old" and not final.exists():
             storage.rename(path, final)
             _log.warning("recovered %s from an interrupted overwrite", final)
-        else:
-            storage.remove_tree(path)
-            _log.warning("removed %s, left by an interrupted save", path)
+            continue
+        trash = folder / f"{match[1]}.trash-{secrets.token_hex(4)}"
+        try:
+            # A writer that has outlived its run may be about to rename it to its final name.
+            storage.rename(path, trash)
+        except FileNotFoundError:
+            continue
+        storage.remove_tree(trash)
+        _log.warning("removed %s, left by an interrupted save", path)
     _correct_pointer(folder)
     return [folder / name for name, _ in leftovers]
 

@@ -238,8 +238,12 @@ def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def merge_tensors(
+    parts: Iterable[Mapping[str, StoredTensor]], *, check_tiling: bool = True
+) -> dict[str, StoredTensor]:
     """Merge the tensors of all ranks; exactly one rank must write each element.
+
+    `check_tiling`: check that; False if the same boxes were checked before.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or its boxes overlap or leave a hole; all
@@ -256,7 +260,7 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
                     f"{tensor.dtype} on another"
                 )
             merged[key] = StoredTensor(known.shape, known.dtype, known.boxes + tensor.boxes)
-    for key, tensor in merged.items():
+    for key, tensor in merged.items() if check_tiling else ():
         problem = describe_tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
         if problem and key not in problems:
             problems[key] = problem
@@ -270,20 +274,65 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
     return merged
 
 
+PARTS = "parts"
+"""Folder in a staging folder for the tables of ranks that are saved asynchronously."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """Table of what one rank has written, stored until the manifest contains it."""
+
+    plan: str
+    """Digest of the rank's tensors and boxes; equal if a later save writes the same ones."""
+
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's table in the folder `PARTS`."""
+    return f"__{rank}.json"
+
+
+def dump_part(part: WrittenPart) -> bytes:
+    """Return the text of a rank's table."""
+    raw = {
+        "plan": part.plan,
+        "tensors": {key: _plain_tensor(tensor) for key, tensor in part.tensors.items()},
+        "files": {name: _plain_file(file) for name, file in part.files.items()},
+    }
+    return json.dumps(raw).encode()
+
+
+def parse_part(data: bytes, path: Path) -> WrittenPart:
+    """Parse a rank's table.
+
+    Raises:
+        CheckpointError: `path` is truncated or damaged.
+    """
+    try:
+        raw = storage.parse_json(data)
+        files = {_file_name(name): _stored_file(file) for name, file in raw["files"].items()}
+        tensors = {
+            str(key): StoredTensor(
+                tuple(_natural(n) for n in tensor["shape"]),
+                _dtype_name(key, tensor["dtype"]),
+                tuple(_stored_box(box, files) for box in tensor["boxes"]),
+            )
+            for key, tensor in raw["tensors"].items()
+        }
+        return WrittenPart(_digest(raw["plan"]), tensors, files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: this is not the table of a rank's boxes ({type(error).__name__}: {error}). "
+            "The next save writes a new one; check the disk if it recurs."
+        ) from error
+
+
 def dump_manifest(manifest: Manifest, versions: Mapping[str, str]) -> bytes:
     """Return the text of `manifest.json`, with one line per tensor for searching and diffs."""
-    tensors = {
-        key: {
-            "shape": tensor.shape,
-            "dtype": tensor.dtype,
-            "boxes": [_plain_box(stored) for stored in tensor.boxes],
-        }
-        for key, tensor in sorted(manifest.tensors.items())
-    }
-    files = {
-        name: {"nbytes": file.nbytes} | ({"sha256": file.sha256} if file.sha256 else {})
-        for name, file in sorted(manifest.files.items())
-    }
+    tensors = {key: _plain_tensor(tensor) for key, tensor in sorted(manifest.tensors.items())}
+    files = {name: _plain_file(file) for name, file in sorted(manifest.files.items())}
     head = {
         "format": FORMAT,
         "step": manifest.step,
@@ -340,6 +389,18 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     )
 
 
+def _plain_tensor(tensor: StoredTensor) -> dict[str, Any]:  # JSON
+    return {
+        "shape": tensor.shape,
+        "dtype": tensor.dtype,
+        "boxes": [_plain_box(stored) for stored in tensor.boxes],
+    }
+
+
+def _plain_file(file: StoredFile) -> dict[str, Any]:  # JSON
+    return {"nbytes": file.nbytes} | ({"sha256": file.sha256} if file.sha256 else {})
+
+
 def _plain_box(stored: StoredBox) -> dict[str, Any]:  # JSON
     return {
         "box": stored.box,
@@ -368,14 +429,18 @@ def _stored_file(raw: Any) -> StoredFile:
 
 def _stored_tensor(key: str, raw: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
     shape = tuple(_natural(n) for n in raw["shape"])
-    if raw["dtype"] not in DTYPE_NAMES:
-        known = ", ".join(DTYPE_NAMES)
-        raise ValueError(f"{key} is of dtype {raw['dtype']!r}, expected one of {known}")
+    dtype = _dtype_name(key, raw["dtype"])
     boxes = tuple(_stored_box(box, files) for box in raw["boxes"])
     problem = describe_tiling_problem(shape, [stored.box for stored in boxes])
     if problem:
         raise ValueError(f"{key}: {problem}, expected once")
-    return StoredTensor(shape, raw["dtype"], boxes)
+    return StoredTensor(shape, dtype, boxes)
+
+
+def _dtype_name(key: str, name: Any) -> str:
+    if name not in DTYPE_NAMES:
+        raise ValueError(f"{key} is of dtype {name!r}, expected one of {', '.join(DTYPE_NAMES)}")
+    return str(name)
 
 
 def _stored_box(raw: Any, files: Mapping[str, StoredFile]) -> StoredBox:
