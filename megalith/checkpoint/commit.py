@@ -2,14 +2,12 @@
 deletes old checkpoints; removal of what interrupted saves have left. Without torch, for the writer
 processes of asynchronous saves."""
 
-import json
 import logging
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megalith import storage
 from megalith.checkpoint.manifest import (
@@ -31,11 +29,6 @@ from megalith.checkpoint.manifest import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-def state_digests(state: Mapping[str, Any]) -> dict[str, str]:  # JSON
-    """Return the SHA-256 of each top-level key of a state."""
-    return {name: sha256(json.dumps(value).encode()) for name, value in state.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from megalith.checkpoint.format import (
     lengths,
     pieces,
 )
+from megalith.checkpoint.manifest import PARTS
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
@@ -78,10 +79,23 @@ class SaveReport:
     nbytes: int
     seconds: float
     removed: tuple[Path, ...]
-    """Older checkpoints that retention deleted."""
+    """Older checkpoints that retention deleted; of an asynchronous save known to rank 0 only."""
+
+    staged_seconds: float | None = None
+    """Duration of the copy into host memory, while training continued; None: the save was
+    synchronous."""
+
+    blocked_seconds: float = 0.0
+    """Time for which an asynchronous save delayed training."""
 
     def __str__(self) -> str:
         rate = layout.show_bytes(self.nbytes / max(self.seconds, 1e-9))
+        if self.staged_seconds is not None:
+            return (
+                f"{self.path.name}: {layout.show_bytes(self.nbytes)} staged in "
+                f"{self.staged_seconds:.1f} s, blocked {self.blocked_seconds:.1f} s, committed "
+                f"after {self.seconds:.1f} s ({rate}/s)"
+            )
         return (
             f"{self.path.name}: {layout.show_bytes(self.nbytes)} in {self.seconds:.1f} s ({rate}/s)"
         )
@@ -134,6 +148,8 @@ class Snapshot:
     state: Mapping[str, Any]  # JSON
     started: float
     """Time at which the save began, by time.monotonic()."""
+    plan_digests: tuple[str, ...] = ()
+    """What each rank writes, if writer processes write it."""
 
 
 def take_snapshot(
@@ -143,21 +159,24 @@ def take_snapshot(
     state: Mapping[str, Any],  # JSON
     world: Group,
     *,
-    copy: bool,
+    copy: bool = False,
+    plan_digest: str = "",
 ) -> Snapshot:
     """Create the temporary folder of a checkpoint and return what this rank writes into it.
     Collective.
 
     With `copy`, the snapshot holds copies in host memory of the tensors that this rank writes, so
     that training can continue while they are written; without, it refers to the tensors.
+    `plan_digest`: identifies what this rank writes, if a writer process does; then a folder for the
+    tables of the ranks is created, too.
 
     Raises:
         CheckpointError: on every rank: there is too little space, or the state differs.
     """
     started = time.monotonic()
     staging = folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
-    with _explain_failure(staging, step, world):
-        plans = raise_on_all_ranks(lambda: _plan(entries, state), world)
+    with explain_failure(staging, step, world):
+        plans = raise_on_all_ranks(lambda: _plan(entries, state, plan_digest), world)
         prepared = raise_on_all_ranks(
             _only_on_rank_0(lambda: _prepare(staging, plans), world), world
         )
@@ -169,7 +188,8 @@ def take_snapshot(
             else entry
             for entry in entries
         ]
-    return Snapshot(staging, step, world.rank, tuple(entries), state, started)
+    digests = tuple(plan.plan_digest for plan in plans)
+    return Snapshot(staging, step, world.rank, tuple(entries), state, started, digests)
 
 
 def write_snapshot(snapshot: Snapshot) -> WrittenFiles:
@@ -206,7 +226,7 @@ def commit_snapshot(
         nbytes = sum(file.nbytes for file in manifest.files.values())
         return path, nbytes, tuple(apply_retention())
 
-    with _explain_failure(staging, step, world):
+    with explain_failure(staging, step, world):
         parts = raise_on_all_ranks(written, world)
         committed = raise_on_all_ranks(_only_on_rank_0(lambda: complete(parts), world), world)[0]
     assert committed is not None
@@ -215,7 +235,7 @@ def commit_snapshot(
 
 
 @contextmanager
-def _explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
+def explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
     """Remove the temporary folder after a failure, and name the newest checkpoint in the error."""
     try:
         yield
@@ -424,16 +444,17 @@ class _Plan:
     nbytes: int
     state_digests: dict[str, str]
     """SHA-256 by top-level key of the state."""
+    plan_digest: str
 
 
-def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any]) -> _Plan:
+def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any], plan_digest: str) -> _Plan:
     nbytes = sum(
         entry.tensor.nbytes + _ENVELOPE_NBYTES * (1 + 2 * len(entry.shard.shape))
         for entry in entries
         if entry.is_writer
     )
     digests = {name: layout.sha256(json.dumps(value).encode()) for name, value in state.items()}
-    return _Plan(nbytes, digests)
+    return _Plan(nbytes, digests, plan_digest)
 
 
 def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
@@ -448,7 +469,7 @@ def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
                 "copy is stored, so it must be the same on all ranks. Pass only what all ranks "
                 "share."
             )
-    storage.make_folder(staging)
+    storage.make_folder(staging / PARTS if plans[0].plan_digest else staging)
     need, free = sum(plan.nbytes for plan in plans) * 1.05, storage.free_nbytes(staging)
     if need > free:
         raise CheckpointError(

@@ -190,6 +190,10 @@ class StagingRegion:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
 
+    def stop(self) -> None:
+        """Let `populate` end early, because the region will not be used any more."""
+        self._stop.set()
+
     def close(self) -> None:
         """Free the memory; the writer may still read its own mapping of it."""
         self._stop.set()

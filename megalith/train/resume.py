@@ -414,6 +414,7 @@ class PreparedRun:
 
     def _restore_undamaged(self, saved: Checkpoint) -> Checkpoint:
         """Load a checkpoint of this run in place, or an older one if it is damaged; return it."""
+        self.trainer.write_guard.wait()
         while True:
             for slot in self.trainer.optimizer.slots:
                 for tensor in slot.state.values():
