@@ -517,6 +517,6 @@ def versions() -> dict[str, str]:
     """Return the versions that a manifest records."""
     return {
         "megalith": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a subclass of str, which unpickling would import
         "python": platform.python_version(),
     }
