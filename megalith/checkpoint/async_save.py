@@ -153,9 +153,13 @@ class WriterProcess:
         """Send a command.
 
         Raises:
-            OSError: the process has ended.
+            CheckpointError: the process has ended.
         """
-        self._connection.send(command)
+        try:
+            self._connection.send(command)
+        except OSError as error:
+            self._wait()
+            raise CheckpointError(f"{self.describe_exit() or error}.") from error
 
     def receive(self) -> list[Report]:
         """Return the reports since the last call, without waiting."""
@@ -291,7 +295,7 @@ class AsyncSaver:
             writer = WriterProcess(region, self._settings)
             self._writer = writer
             writer.send(self._plan.write_plan)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _log.warning("the writer process of asynchronous saves cannot be started: %s", error)
 
     def _share_plans(self, digests: tuple[str, ...]) -> None:
@@ -395,6 +399,8 @@ class AsyncSaver:
                 raise CheckpointError("The writer process cannot be started.")
             pending.last_progress = time.monotonic()
             self._writer.send(SaveJob(snapshot.staging, snapshot.step, snapshot.rank, commit))
+        except CheckpointError as error:
+            pending.failure = pending.failure or CheckpointError(f"{self._where}{error}")
         except Exception as error:  # reported by `count_saves`
             pending.failure = pending.failure or error
         finally:
@@ -518,7 +524,7 @@ class AsyncSaver:
             pending.check_lock()
             pending.last_progress = time.monotonic()
             self._writer.send(Commit())
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             pending.failure = error
 
     def _finish(self, pending: _PendingSave) -> SaveReport:

@@ -260,7 +260,7 @@ class TrainLoop:
         self._drain_save()
         self.prepared.roll_back()
         self.callbacks.after_rollback(self.prepared.state.step)
-        self._save()
+        self._save(overlap=False)
         return self.prepared.build_loader()
 
     def _log(self, metrics: StepMetrics) -> None:
@@ -289,14 +289,17 @@ class TrainLoop:
         self.callbacks.notify("after_evaluate", results, metrics)
         self._log(metrics)
 
-    def _save(self, *, final: bool = False) -> None:
-        """Save the current step, unless it is saved or divergent, and report the result."""
+    def _save(self, *, final: bool = False, overlap: bool = True) -> None:
+        """Save the current step, unless it is saved or divergent, and report the result.
+
+        `overlap`: training continues meanwhile, if saves are asynchronous.
+        """
         self._phase = f"while step {self.prepared.state.step} was saved"
         with self.timers.section("save"):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
         with self.timers.section("save"):
-            result = self.checkpointer.save(self.callbacks.state_dict, final=final)
+            result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
     def _drain_save(self) -> None:

@@ -392,6 +392,7 @@ def _save_on_ranks(rank: int, world: int, folder: Path) -> list[str]:
     return results
 
 
+@pytest.mark.slow  # two more processes; tests/train has the same with a run
 def test_ranks_commit_and_fail_together(tmp_path: Path) -> None:
     first, second = run_ranks(_save_on_ranks, 2, tmp_path)
     assert first == second

@@ -573,6 +573,7 @@ class Checkpointer(Callback):
         callback_states: Callable[[], dict[str, Any]],  # Any: JSON
         *,
         final: bool = False,
+        overlap: bool = True,
     ) -> SaveReport | CheckpointError | None:
         """Save this step and return the report, or the error of a failed save. Collective.
 
@@ -613,14 +614,19 @@ class Checkpointer(Callback):
         # A callback that failed on another rank has no state.
         common = {name: states[name] for name in states if all(name in each for _, each in checks)}
         return self._write(
-            entries, run.state_json() | ({CALLBACKS: common} if common else {}), final
+            entries,
+            run.state_json() | ({CALLBACKS: common} if common else {}),
+            final=final,
+            overlap=overlap and not final,
         )
 
     def _write(
         self,
         entries: Sequence[CheckpointEntry],
         state: dict[str, Any],  # Any: JSON
+        *,
         final: bool,
+        overlap: bool,
     ) -> SaveReport | CheckpointError | None:
         run, keep = self._run.prepared, self._run.config.checkpoint
         folder, step = run.folder.checkpoints, run.state.step
@@ -630,7 +636,7 @@ class Checkpointer(Callback):
         result: SaveReport | CheckpointError | None = None
         try:
             # There is no training that the last save could overlap with.
-            if self._saver is not None and not final and step < run.run.train.steps:
+            if self._saver is not None and overlap and step < run.run.train.steps:
                 self._saver.begin(
                     folder,
                     step,
