@@ -51,9 +51,9 @@ from megalith.checkpoint.writer import (
     Committed,
     Failed,
     LoggedLine,
+    PartWritten,
     Report,
     SaveJob,
-    Written,
     plan_files,
 )
 from megalith.errors import CheckpointError
@@ -125,24 +125,24 @@ class WriterProcess:
     """Writer process of this rank, and the socket to it."""
 
     def __init__(self, region: StagingRegion, settings: WriterSettings) -> None:
-        ours, theirs = socket.socketpair()
+        rank_socket, writer_socket = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         package = str(Path(megalith.__file__).resolve().parent.parent)
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        arguments = [theirs.fileno(), region.fd, region.nbytes, os.getpid()]
+        arguments = [writer_socket.fileno(), region.fd, region.nbytes, os.getpid()]
         limits = [settings.threads, settings.drain_seconds]
-        with theirs:
+        with writer_socket:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megalith.checkpoint.writer"]
                 + [str(each) for each in (*arguments, *limits)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                pass_fds=(theirs.fileno(), region.fd),
+                pass_fds=(writer_socket.fileno(), region.fd),
                 env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # a signal to the group of the ranks does not end it
             )
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(rank_socket.detach())
 
     @property
     def pid(self) -> int:
@@ -221,7 +221,7 @@ class _PendingSave:
     blocked_seconds: float = 0.0
     last_progress: float | None = None
     """Time of the last report of the writer, once it has the job."""
-    written: Written | None = None
+    written: PartWritten | None = None
     is_committing: bool = False
     committed: Committed | None = None
     failure: Exception | None = None
@@ -487,7 +487,7 @@ class AsyncSaver:
         for report in writer.receive():
             pending.last_progress = now
             match report:
-                case Written():
+                case PartWritten():
                     pending.written = report
                 case Committed():
                     pending.committed = report

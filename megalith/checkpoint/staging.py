@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalith.checkpoint.format import CheckpointEntry, lengths, pieces, sha256
 from megalith.checkpoint.save import BOX_NBYTES, dtype_name
-from megalith.checkpoint.writer import PlannedBox, PlannedTensor, WritePlan
+from megalith.checkpoint.writer import PlannedBox, StagedTensor, WritePlan
 
 MEMORY_FACTOR = 1.1
 """Free memory that a region needs, relative to its size: the specification's margin for page
@@ -82,7 +82,7 @@ def plan_staging(entries: Sequence[CheckpointEntry]) -> StagingPlan:
                 boxes.append(PlannedBox(piece.box, position, piece.values.nbytes, prefix, suffix))
                 position += piece.values.nbytes
         tensors.append(
-            PlannedTensor(entry.key, entry.shard.shape, dtype_name(entry.dtype), tuple(boxes))
+            StagedTensor(entry.key, entry.shard.shape, dtype_name(entry.dtype), tuple(boxes))
         )
     return StagingPlan(
         entries_identity(entries),

@@ -54,7 +54,7 @@ class PlannedBox:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class StagedTensor:
     """A tensor of the rank's entries, with the boxes that the rank writes, possibly none."""
 
     key: str
@@ -67,7 +67,7 @@ class PlannedTensor:
 class WritePlan:
     """What a rank writes in each save; it depends only on names, shapes, dtypes and layout."""
 
-    tensors: tuple[PlannedTensor, ...]
+    tensors: tuple[StagedTensor, ...]
     digest: str
     """Hash of all this."""
 
@@ -103,12 +103,12 @@ Command = WritePlan | SaveJob | Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class WriteProgress:
     """The writer has written more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PartWritten:
     """This rank's part is on disk."""
 
     nbytes: int
@@ -140,7 +140,7 @@ class LoggedLine:
     text: str
 
 
-Report = Progress | Written | Committed | Failed | LoggedLine
+Report = WriteProgress | PartWritten | Committed | Failed | LoggedLine
 
 _CHUNK_NBYTES = 2**20
 """Bytes that are hashed and then written while they are in the processor's cache."""
@@ -202,7 +202,7 @@ def plan_files(
 
 
 @dataclass(slots=True)
-class Writer:
+class CheckpointWriter:
     """State of a writer process."""
 
     connection: Connection
@@ -266,7 +266,7 @@ class Writer:
         now = time.monotonic()
         if now - self._reported > _PROGRESS_S:
             self._reported = now
-            self._report(Progress())
+            self._report(WriteProgress())
 
     def _write(self, job: SaveJob) -> None:
         """Write the boxes and the table of this rank; synced to disk on return."""
@@ -280,7 +280,7 @@ class Writer:
         part = plan_files(self._plan, job.rank, self.num_files, hashes)
         storage.write_new(job.staging / PARTS / part_name(job.rank), dump_part(part))
         nbytes = sum(file.nbytes for file in part.files.values())
-        self._report(Written(nbytes, time.monotonic() - started))
+        self._report(PartWritten(nbytes, time.monotonic() - started))
 
     def _write_file(
         self, path: Path, contents: Sequence[tuple[str, PlannedBox]]
@@ -346,7 +346,7 @@ class Writer:
 class _ReportHandler(logging.Handler):
     """Sends log records to the rank."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: CheckpointWriter) -> None:
         super().__init__(logging.INFO)
         self._writer = writer
 
@@ -370,7 +370,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the rank finishes its save after such a signal
     lower_priority()
     memory = mmap.mmap(region, nbytes, access=mmap.ACCESS_READ)
-    writer = Writer(
+    writer = CheckpointWriter(
         Connection(socket), memoryview(memory), rank_pid, num_files, float(arguments[5])
     )
     logging.basicConfig(handlers=[_ReportHandler(writer)], level=logging.INFO)

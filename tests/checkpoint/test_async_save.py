@@ -23,7 +23,7 @@ from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
 from megalith.checkpoint.manifest import parse_part
 from megalith.checkpoint.save import SaveReport, save_checkpoint
-from megalith.checkpoint.writer import PlannedBox, PlannedTensor, WritePlan, divide_boxes
+from megalith.checkpoint.writer import PlannedBox, StagedTensor, WritePlan, divide_boxes
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
@@ -195,7 +195,7 @@ def test_several_threads_write_several_files(
 def test_boxes_are_divided_in_order_into_files_of_similar_size() -> None:
     for sizes, num_files in (((5, 5, 5, 5), 2), ((1, 9, 1), 4), ((3,), 3), ((), 2)):
         boxes = tuple(PlannedBox(((n, n + 1),), 0, size, b"", b"") for n, size in enumerate(sizes))
-        plan = WritePlan((PlannedTensor("w", (len(sizes),), "float32", boxes),), "")
+        plan = WritePlan((StagedTensor("w", (len(sizes),), "float32", boxes),), "")
         files = divide_boxes(plan, num_files)
         assert [box for file in files for _, box in file] == list(boxes)
         assert all(files) and len(files) <= num_files

@@ -65,7 +65,7 @@ def hashes(path: Path) -> dict[str, dict[str, list[str]]]:
 
 
 class Watch(Callback):
-    """Records the saves that it is told of, and acts after a step."""
+    """Records the saves that are reported to it, and acts after a step."""
 
     def __init__(self, request: StepRequest = StepRequest.NONE, *, step: int = 0) -> None:
         self.requested, self.step = request, step
