@@ -161,7 +161,8 @@ class StagingRegion:
             ):
                 self._array[start : start + nbytes : mmap.PAGESIZE] = 0
         if self._stream is not None:
-            result = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+            with torch.cuda.device(self._device):  # a thread begins with the first GPU
+                result = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
             self._is_pinned = int(result) == 0
 
     def copy(self, plan: StagingPlan, entries: Sequence[CheckpointEntry]) -> torch.Event | None:

@@ -201,7 +201,7 @@ def plan_files(
     return WrittenPart(plan.digest, tensors, files)
 
 
-@dataclass(slots=True)
+@dataclass
 class CheckpointWriter:
     """State of a writer process."""
 
