@@ -5,7 +5,6 @@ No code in the folder is executed: the manifest is validated JSON, tensors are r
 """
 
 import io
-import json
 import logging
 import struct
 import zipfile
@@ -18,13 +17,11 @@ from typing import IO, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from megalith import storage
 from megalith.checkpoint import format as layout
 from megalith.checkpoint.format import (
     CheckpointEntry,
     Manifest,
     StoredBox,
-    StoredFile,
     StoredTensor,
     TensorPiece,
     inner_view,
@@ -53,6 +50,14 @@ from megalith.checkpoint.keys import (
     pair_master_weights,
     reconcile,
     select_rejected_keys,
+)
+from megalith.checkpoint.manifest import (
+    find_wrong_lengths,
+    list_complete_checkpoints,
+    map_bytes,
+    map_checked_bytes,
+    read_folder,
+    read_manifest,
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
@@ -147,8 +152,6 @@ STRICT = CheckpointConfig()
 WeightsRole = Literal["param", "ema"]
 """Role that weights are read from: the weights themselves, or their moving average."""
 
-_COPY = "Copy the checkpoint again"
-
 _log = logging.getLogger(__name__)
 
 
@@ -198,7 +201,7 @@ class Checkpoint:
                 "by an older version: changes to the file would not be noticed. Checkpoints that "
                 "are saved from now on have it."
             )
-        problem = _find_wrong_lengths(self.path, self.manifest).get(layout.METADATA)
+        problem = find_wrong_lengths(self.path, self.manifest).get(layout.METADATA)
         if problem is not None:
             warnings.append(
                 f"{problem} Megalith does not read this file, torch.distributed.checkpoint does. "
@@ -480,7 +483,7 @@ class Checkpoint:
             f"{show_box(stored.box)})"
         )
         known = (stored.file, stored.offset) in self._verified_boxes
-        data = _map_bytes(path, stored, place) if known else _map_checked_bytes(path, stored, place)
+        data = map_bytes(path, stored, place) if known else map_checked_bytes(path, stored, place)
         self._verified_boxes.add((stored.file, stored.offset))
         try:
             tensor = parse_saved_tensor(data)
@@ -512,35 +515,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is not a checkpoint, incomplete, damaged, or in a newer format.
     """
-    manifest = _read_manifest(path)
-    wrong = _find_wrong_lengths(path, manifest)
-    wrong.pop(layout.METADATA, None)  # not read by Megalith: see `Checkpoint.warnings`
-    if wrong:
-        lines = "\n".join(wrong.values())
-        raise CheckpointError(f"{lines}\n{_COPY}, or use an older one.")
-    state_text, config_text = (
-        _map_checked_bytes(path / name, manifest.files[name], str(path / name))
-        for name in (layout.STATE, layout.CONFIG)
-    )
-    try:
-        state = json.loads(bytes(state_text))
-        if not isinstance(state, dict):
-            raise ValueError(f"expected an object, found {type(state).__name__}")
-        return Checkpoint(path, manifest, state, bytes(config_text).decode())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: {layout.STATE} or {layout.CONFIG} cannot be read ({error}). Use another "
-            "checkpoint."
-        ) from error
-
-
-def is_complete(path: Path) -> bool:
-    """Return whether `open_checkpoint` succeeds."""
-    try:
-        open_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
+    contents = read_folder(path)
+    return Checkpoint(path, contents.manifest, contents.state, contents.config_text)
 
 
 def find_latest(folder: Path) -> Path | None:
@@ -582,17 +558,17 @@ def verify_checkpoint(path: Path) -> list[str]:
     A missing `.metadata` is not a problem but one of `Checkpoint.warnings`.
     """
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
     if not (path / layout.METADATA).exists():
         manifest.files.pop(layout.METADATA, None)
-    wrong = _find_wrong_lengths(path, manifest)
+    wrong = find_wrong_lengths(path, manifest)
     problems = list(wrong.values())
     for name, file in sorted(manifest.files.items()):
         try:
             if name not in wrong and file.sha256 is not None:
-                _map_checked_bytes(path / name, file, str(path / name))
+                map_checked_bytes(path / name, file, str(path / name))
         except CheckpointError as error:
             problems.append(str(error))
     opened = Checkpoint(path, manifest, {}, "")
@@ -603,55 +579,6 @@ def verify_checkpoint(path: Path) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     return problems
-
-
-def _read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint in `path`; if there is none, the error describes the
-    folder."""
-    try:
-        data = storage.read_bytes(path / layout.MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: {_describe_folder(path)}") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path / layout.MANIFEST} cannot be read ({error}). {_COPY}, or use an older one."
-        ) from error
-    return layout.parse_manifest(data, path / layout.MANIFEST)
-
-
-def _describe_folder(path: Path) -> str:
-    """Describe a folder without a manifest, and what to use instead."""
-    if not path.exists():
-        return "no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
-    names = storage.list_names(path)
-    steps = [
-        step_folder
-        for folder in (path, path / "checkpoints")
-        for step_folder in layout.step_folders(folder).values()
-    ]
-    if steps:
-        return (
-            "this folder holds checkpoints and is not one itself. Use one of "
-            f"{', '.join(map(str, steps))}."
-        )
-    if any(name.endswith(".safetensors") for name in names):
-        return (
-            "this looks like a Hugging Face model, not a checkpoint of a run. Run `megalith "
-            "convert` on it."
-        )
-    shown = ", ".join(names[:5]) or "nothing"
-    return (
-        f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_COPY}, or use "
-        "an older one."
-    )
-
-
-def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints in `folder` by step, oldest first.
-
-    Tensors are not read, which would take as long as loading them.
-    """
-    return {step: path for step, path in layout.step_folders(folder).items() if is_complete(path)}
 
 
 def list_other_checkpoints(path: Path) -> list[Path]:
@@ -672,59 +599,6 @@ def _describe_alternatives(path: Path) -> str:
         f"Complete in the same folder: {', '.join(complete[:3])}{more}. To resume from "
         f"{complete[0]}, remove {path}, or rename it to {path.name}.damaged."
     )
-
-
-def _find_wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
-    """Return a message for each file that is missing or has another length than in the manifest."""
-    wrong = {}
-    for name, file in sorted(manifest.files.items()):
-        try:
-            nbytes = storage.file_nbytes(path / name)
-        except OSError as error:
-            tensors = sum(
-                any(box.file == name for box in tensor.boxes)
-                for tensor in manifest.tensors.values()
-            )
-            wrong[name] = (
-                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} "
-                f"bytes{f', parts of {tensors} tensors' if tensors else ''}."
-            )
-            continue
-        if nbytes != file.nbytes:
-            wrong[name] = (
-                f"{path / name} is {nbytes:,} bytes, expected {file.nbytes:,}: the checkpoint is "
-                "incomplete."
-            )
-    return wrong
-
-
-def _map_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
-    """Memory-map the bytes of a file or of a box in it; `place` names them in errors."""
-    try:
-        data = storage.mapped(
-            path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes
-        )
-    except OSError as error:
-        raise CheckpointError(
-            f"{place} cannot be read ({error}). {_COPY}, or use an older one."
-        ) from error
-    if len(data) != stored.nbytes:
-        raise CheckpointError(
-            f"{place}: the file ends after {len(data):,} of them. {_COPY}, or use an older one."
-        )
-    return data
-
-
-def _map_checked_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
-    """Memory-map the bytes and check their hash."""
-    data = _map_bytes(path, stored, place)
-    digest = layout.sha256(data)
-    if digest != stored.sha256:
-        raise CheckpointError(
-            f"{place}: damaged. SHA-256 expected {stored.sha256}, found {digest}. {_COPY}, or use "
-            "an older one."
-        )
-    return data
 
 
 def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, StoredBox]]:

@@ -6,7 +6,6 @@ import json
 import logging
 import pickle
 import platform
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megalith import __version__, storage
 from megalith.checkpoint import format as layout
+from megalith.checkpoint.commit import FolderTexts, Retention, commit_folder
 from megalith.checkpoint.format import (
     CheckpointEntry,
     Manifest,
@@ -32,138 +32,13 @@ from megalith.checkpoint.format import (
     lengths,
     pieces,
 )
-from megalith.checkpoint.load import is_complete, list_complete_checkpoints
+from megalith.checkpoint.manifest import PARTS
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-
-# --- retention: old checkpoints and leftovers of interrupted saves are deleted
-
-PIN = ".keep"
-"""A checkpoint that contains a file of this name is never deleted."""
-
-_LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
-
-_retention_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which complete checkpoints are not deleted: the newest `keep` (None: all), multiples of
-    `keep_every`, pinned ones, links, and the newest before the run diverged."""
-
-    keep: int | None = None
-    keep_every: int | None = None
-    last_update: int | None = None
-    """The last step that updated the weights, if later steps were skipped. The newest checkpoint up
-    to that step is kept, because later ones may be of a divergent run."""
-
-    def delete_old(self, folder: Path) -> list[Path]:
-        """Delete the other complete checkpoints of a folder and return them. A failed deletion is a
-        warning, and the next call tries again."""
-        return [path for path in self.select_old(folder) if _delete(path)]
-
-    def select_old(self, folder: Path) -> list[Path]:
-        """Return the complete checkpoints of a folder that `delete_old` deletes, oldest first."""
-        assert self.keep is None or self.keep >= 1, self.keep
-        if self.keep is None:
-            return []
-        complete, last = list_complete_checkpoints(folder), self.last_update
-        last_good = max((step for step in complete if last is None or step <= last), default=None)
-        return [
-            complete[step]
-            for step in _to_delete(complete, self.keep, self.keep_every)
-            if step != last_good
-            and not complete[step].is_symlink()
-            and not (complete[step] / PIN).exists()
-        ]
-
-
-def set_aside_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint to step_NNNNNNN.damaged and update `latest`; return the new path.
-
-    The folder is kept for inspection and no longer counts as a checkpoint; otherwise retention
-    would count it as one of the newest and delete a good one instead. The caller must hold the
-    run's lock.
-
-    Raises:
-        OSError: the folder cannot be renamed.
-    """
-    aside, number = path.with_name(f"{path.name}.damaged"), 1
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
-    storage.rename(path, aside)
-    storage.sync_folder(path.parent)
-    _correct_pointer(path.parent)
-    return aside
-
-
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what killed saves have left, and restore a checkpoint that an interrupted overwrite
-    moved aside.
-
-    Corrects the pointer file if it does not name the newest complete checkpoint. The caller must
-    hold the run's lock and must not have saved yet, so that no save is in progress. Returns the
-    changed folders.
-    """
-    names = storage.list_names(folder)
-    for name in names:
-        if name.startswith(f"{layout.LATEST}.tmp-"):
-            storage.remove_file(folder / name)
-    leftovers = [(name, match) for name in names if (match := _LEFTOVER.fullmatch(name))]
-    for name, match in leftovers:
-        path, final = folder / name, folder / match[1]
-        if match[2] == "old" and not final.exists():
-            storage.rename(path, final)
-            _retention_log.warning("recovered %s from an interrupted overwrite", final)
-        else:
-            storage.remove_tree(path)
-            _retention_log.warning("removed %s, left by an interrupted save", path)
-    _correct_pointer(folder)
-    return [folder / name for name, _ in leftovers]
-
-
-def _correct_pointer(folder: Path) -> None:
-    """Make `latest` name the newest complete checkpoint, if there is one; a failure is a
-    warning."""
-    steps = reversed(layout.step_folders(folder).items())
-    newest = next((layout.folder_name(step) for step, path in steps if is_complete(path)), None)
-    named = layout.read_pointer(folder)
-    if newest in (None, named):
-        return
-    pointer = folder / layout.LATEST
-    try:
-        storage.replace_file(pointer, f"{newest}\n".encode())
-    except OSError as error:
-        _retention_log.warning(
-            "%s could not be corrected (%s); loading does not use it", pointer, error
-        )
-        return
-    _retention_log.warning(
-        "%s named %r; corrected to %s, the newest complete checkpoint", pointer, named, newest
-    )
-
-
-def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) -> list[int]:
-    steps = sorted(complete)
-    return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
-
-
-def _delete(path: Path) -> bool:
-    """Delete a folder after renaming it, so that no reader sees an incomplete checkpoint."""
-    trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
-    try:
-        storage.rename(path, trash)
-        storage.remove_tree(trash)
-    except OSError as error:
-        _retention_log.warning("could not delete the old checkpoint %s: %s", path, error)
-        return False
-    return True
 
 
 BOX_NBYTES = 64 * 2**20
@@ -177,6 +52,9 @@ of a mapped file are slow to write: 0.48 s of system time per GB instead of 0.26
 
 _ENVELOPE_NBYTES = 4096
 """Upper bound of the bytes that torch.save adds to a tensor (measured with torch 2.13: 1.6 kB)."""
+
+KEEP_ALL = Retention()
+"""Retention that deletes no checkpoint."""
 
 T = TypeVar("T")
 
@@ -201,10 +79,23 @@ class SaveReport:
     nbytes: int
     seconds: float
     removed: tuple[Path, ...]
-    """Older checkpoints that retention deleted."""
+    """Older checkpoints that retention deleted; of an asynchronous save known to rank 0 only."""
+
+    staged_seconds: float | None = None
+    """Duration of the copy into host memory, while training continued; None: the save was
+    synchronous."""
+
+    blocked_seconds: float = 0.0
+    """Time for which an asynchronous save delayed training."""
 
     def __str__(self) -> str:
         rate = layout.show_bytes(self.nbytes / max(self.seconds, 1e-9))
+        if self.staged_seconds is not None:
+            return (
+                f"{self.path.name}: {layout.show_bytes(self.nbytes)} staged in "
+                f"{self.staged_seconds:.1f} s, blocked {self.blocked_seconds:.1f} s, committed "
+                f"after {self.seconds:.1f} s ({rate}/s)"
+            )
         return (
             f"{self.path.name}: {layout.show_bytes(self.nbytes)} in {self.seconds:.1f} s ({rate}/s)"
         )
@@ -219,7 +110,7 @@ def save_checkpoint(
     *,
     config_text: str,
     auxiliary_files: Mapping[str, bytes] | None = None,
-    retention: Retention = Retention(),  # it is frozen
+    retention: Retention = KEEP_ALL,
 ) -> SaveReport:
     """Save `folder/step_NNNNNNN` from all ranks of `world`, and delete older checkpoints that
     `retention` does not keep.
@@ -257,6 +148,8 @@ class Snapshot:
     state: Mapping[str, Any]  # JSON
     started: float
     """Time at which the save began, by time.monotonic()."""
+    plan_digests: tuple[str, ...] = ()
+    """What each rank writes, if writer processes write it."""
 
 
 def take_snapshot(
@@ -266,21 +159,24 @@ def take_snapshot(
     state: Mapping[str, Any],  # JSON
     world: Group,
     *,
-    copy: bool,
+    copy: bool = False,
+    plan_digest: str = "",
 ) -> Snapshot:
     """Create the temporary folder of a checkpoint and return what this rank writes into it.
     Collective.
 
     With `copy`, the snapshot holds copies in host memory of the tensors that this rank writes, so
     that training can continue while they are written; without, it refers to the tensors.
+    `plan_digest`: identifies what this rank writes, if a writer process does; then a folder for the
+    tables of the ranks is created, too.
 
     Raises:
         CheckpointError: on every rank: there is too little space, or the state differs.
     """
     started = time.monotonic()
     staging = folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
-    with _explain_failure(staging, step, world):
-        plans = raise_on_all_ranks(lambda: _plan(entries, state), world)
+    with explain_failure(staging, step, world):
+        plans = raise_on_all_ranks(lambda: _plan(entries, state, plan_digest), world)
         prepared = raise_on_all_ranks(
             _only_on_rank_0(lambda: _prepare(staging, plans), world), world
         )
@@ -292,7 +188,8 @@ def take_snapshot(
             else entry
             for entry in entries
         ]
-    return Snapshot(staging, step, world.rank, tuple(entries), state, started)
+    digests = tuple(plan.plan_digest for plan in plans)
+    return Snapshot(staging, step, world.rank, tuple(entries), state, started, digests)
 
 
 def write_snapshot(snapshot: Snapshot) -> WrittenFiles:
@@ -329,7 +226,7 @@ def commit_snapshot(
         nbytes = sum(file.nbytes for file in manifest.files.values())
         return path, nbytes, tuple(apply_retention())
 
-    with _explain_failure(staging, step, world):
+    with explain_failure(staging, step, world):
         parts = raise_on_all_ranks(written, world)
         committed = raise_on_all_ranks(_only_on_rank_0(lambda: complete(parts), world), world)[0]
     assert committed is not None
@@ -338,7 +235,7 @@ def commit_snapshot(
 
 
 @contextmanager
-def _explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
+def explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
     """Remove the temporary folder after a failure, and name the newest checkpoint in the error."""
     try:
         yield
@@ -429,18 +326,24 @@ def commit(
     """
     tensors = layout.merge_tensors(part.tensors for part in parts)
     files = {name: file for part in parts for name, file in part.files.items()}
-    texts = dict(auxiliary_files or {}) | {
-        layout.METADATA: pickle.dumps(dcp_metadata(tensors)),
-        layout.STATE: json.dumps(state, indent=1).encode(),
-        layout.CONFIG: config_text.encode(),
-    }
-    for name, data in texts.items():
-        storage.write_new(staging / name, data)
-        files[name] = StoredFile(len(data), layout.sha256(data))
-    manifest = Manifest(step, len(parts), tensors, files)
-    storage.write_new(staging / layout.MANIFEST, layout.dump_manifest(manifest, _versions()))
-    storage.sync_folder(staging)
-    return _rename_to_final(staging, step), manifest
+    texts = FolderTexts(
+        dump_metadata(tensors),
+        dump_state(state),
+        config_text.encode(),
+        dict(auxiliary_files or {}),
+        versions(),
+    )
+    return commit_folder(staging, step, tensors, files, texts, world_size=len(parts))
+
+
+def dump_state(state: Mapping[str, Any]) -> bytes:  # JSON
+    """Return the text of `state.json`."""
+    return json.dumps(state, indent=1).encode()
+
+
+def dump_metadata(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """Return the content of `.metadata`."""
+    return pickle.dumps(dcp_metadata(tensors))
 
 
 def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
@@ -541,16 +444,17 @@ class _Plan:
     nbytes: int
     state_digests: dict[str, str]
     """SHA-256 by top-level key of the state."""
+    plan_digest: str
 
 
-def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any]) -> _Plan:
+def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any], plan_digest: str) -> _Plan:
     nbytes = sum(
         entry.tensor.nbytes + _ENVELOPE_NBYTES * (1 + 2 * len(entry.shard.shape))
         for entry in entries
         if entry.is_writer
     )
     digests = {name: layout.sha256(json.dumps(value).encode()) for name, value in state.items()}
-    return _Plan(nbytes, digests)
+    return _Plan(nbytes, digests, plan_digest)
 
 
 def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
@@ -565,7 +469,7 @@ def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
                 "copy is stored, so it must be the same on all ranks. Pass only what all ranks "
                 "share."
             )
-    storage.make_folder(staging)
+    storage.make_folder(staging / PARTS if plans[0].plan_digest else staging)
     need, free = sum(plan.nbytes for plan in plans) * 1.05, storage.free_nbytes(staging)
     if need > free:
         raise CheckpointError(
@@ -574,28 +478,6 @@ def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
             "checkpoint.keep to a lower number."
         )
     return staging
-
-
-def _rename_to_final(staging: Path, step: int) -> Path:
-    """Rename the finished folder to its final name and update the pointer; an older save of the
-    step is moved aside first."""
-    folder, name = staging.parent, layout.folder_name(step)
-    target, old = folder / name, folder / f"{name}.old-{secrets.token_hex(4)}"
-    if target.exists():
-        storage.rename(target, old)
-    try:
-        storage.rename(staging, target)
-    except OSError:
-        if old.exists():
-            storage.rename(old, target)
-        raise
-    storage.sync_folder(folder)
-    try:
-        storage.remove_tree(old)
-        storage.replace_file(folder / layout.LATEST, f"{name}\n".encode())
-    except OSError as error:  # the checkpoint is complete; the next start repeats both
-        _log.warning("%s is saved, but tidying up after it failed: %s", target, error)
-    return target
 
 
 def _only_on_rank_0(work: Callable[[], T], world: Group) -> Callable[[], T | None]:
@@ -631,9 +513,10 @@ def _last_good(folder: Path) -> str:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions that a manifest records."""
     return {
         "megalith": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a subclass of str, which unpickling would import
         "python": platform.python_version(),
     }

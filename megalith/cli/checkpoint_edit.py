@@ -135,9 +135,9 @@ def list_all(argv: list[str]) -> int:
 
 def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:  # JSON
     """Return a row for each checkpoint of a folder, oldest first, including incomplete ones."""
+    from megalith.checkpoint.commit import PIN
     from megalith.checkpoint.format import read_pointer, step_folders
     from megalith.checkpoint.load import open_checkpoint
-    from megalith.checkpoint.save import PIN
 
     latest, rows = read_pointer(folder), []
     for step, path in step_folders(folder).items():
@@ -181,9 +181,9 @@ def find_checkpoints_folder(path: Path) -> Path:
 
 def prune(argv: list[str]) -> int:
     """Delete old checkpoints of a folder."""
+    from megalith.checkpoint.commit import Retention
     from megalith.checkpoint.load import find_latest, open_checkpoint
     from megalith.checkpoint.lock import lock_run
-    from megalith.checkpoint.save import Retention
     from megalith.cli.checkpoint import find_folder
 
     options = parse_options(CheckpointPruneOptions, argv, prog="megalith checkpoint prune")

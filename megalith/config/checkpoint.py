@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megalith.config.fields import Ge, hint_at, unknown_setting
+from megalith.config.fields import Ge, Gt, hint_at, unknown_setting
 from megalith.config.model import ModelConfig
+
+AsyncSave = bool | Literal["auto"]
+"""Whether checkpoints are written while training continues."""
 
 KeyMismatchAction = Literal["error", "warn", "ignore"]
 """Handling of missing or unexpected keys: raise an error, warn, or ignore."""
@@ -69,6 +72,23 @@ class CheckpointConfig:
     """Save master weights and optimizer state. Off: a run can resume only with
     checkpoint.missing_keys=warn, from weights rounded to their stored dtype and with zero
     moments."""
+
+    async_save: AsyncSave = "auto"
+    """Whether a process of each rank writes checkpoints while training continues. auto: if saves
+    have at least 64 MiB per rank and host memory suffices for a copy; true: always, and an error if
+    memory does not suffice; false: never. The last save of a run is synchronous."""
+
+    writer_threads: Annotated[int, Ge(1)] = 1
+    """Number of threads of each rank that hash and write an asynchronous save, each one file. Use
+    more where one thread is slower than the disk and cores are idle."""
+
+    writer_timeout_seconds: Annotated[float, Gt(0)] = 600.0
+    """Seconds without progress of a writer process after which its save fails and a new process is
+    started."""
+
+    drain_timeout_seconds: Annotated[float, Ge(0)] = 120.0
+    """Seconds for which writer processes may continue with a save after the run has been killed.
+    Without a complete save by then, none is kept."""
 
     max_save_failures: Annotated[int, Ge(1)] = 3
     """Number of consecutive failed saves after which the run ends. Before that, each failed save

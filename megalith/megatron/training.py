@@ -169,6 +169,11 @@ def translate_folders(draft: Draft) -> None:
         draft.report("explained", "--save", text)
     if arguments.value("--no-save-optim"):
         draft.put("--no-save-optim", "checkpoint.save_optimizer", False)
+    if arguments.value("--async-save"):
+        draft.put("--async-save", "checkpoint.async_save", True)
+    if arguments.given("--dist-ckpt-workers"):
+        threads = arguments.value("--dist-ckpt-workers")
+        draft.put("--dist-ckpt-workers", "checkpoint.writer_threads", threads)
     _translate_load(draft, str(load) if load is not None and load != save else None)
     _translate_retention(draft)
     if arguments.value("--tensorboard-dir") is not None:

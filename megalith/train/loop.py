@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from megalith.checkpoint.commit import remove_leftovers
 from megalith.checkpoint.lock import RunLock, lock_run
-from megalith.checkpoint.save import SaveReport, remove_leftovers
+from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
+from megalith.errors import CheckpointError
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
@@ -155,6 +157,7 @@ class TrainLoop:
                 *callbacks,
             ]
         )
+        self.callbacks.save_counts = self.checkpointer.count_saves
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
         self.view = RunView(prepared, progress.print_line, self.callbacks.request)
@@ -190,7 +193,9 @@ class TrainLoop:
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
             finished = self._run_step(loader)
+            self._notify_save(self.checkpointer.advance(finished.result.save_counts))
             if StepRequest.STOP_NOW in finished.result.requests:
+                self._drain_save()
                 saved = self.checkpointer.saved_step == state.step
                 return Outcome("stopped", state.step, self._stop_reason(), saved=saved)
             if StepRequest.ROLLBACK in finished.result.requests:
@@ -209,6 +214,7 @@ class TrainLoop:
                 self._save()
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
+        self._drain_save()
         if outcome.kind == "done":
             self.fault_detector.check_last_step(finished.result)
         self._save(final=True)
@@ -251,9 +257,10 @@ class TrainLoop:
         read the skipped samples either.
         """
         self._phase = "while the newest checkpoint was restored"
+        self._drain_save()
         self.prepared.roll_back()
         self.callbacks.after_rollback(self.prepared.state.step)
-        self._save()
+        self._save(overlap=False)
         return self.prepared.build_loader()
 
     def _log(self, metrics: StepMetrics) -> None:
@@ -282,11 +289,28 @@ class TrainLoop:
         self.callbacks.notify("after_evaluate", results, metrics)
         self._log(metrics)
 
-    def _save(self, *, final: bool = False) -> None:
-        """Save the current step, unless it is saved or divergent, and report the result."""
+    def _save(self, *, final: bool = False, overlap: bool = True) -> None:
+        """Save the current step, unless it is saved or divergent, and report the result.
+
+        `overlap`: training continues meanwhile, if saves are asynchronous.
+        """
         self._phase = f"while step {self.prepared.state.step} was saved"
         with self.timers.section("save"):
-            result = self.checkpointer.save(self.callbacks.state_dict, final=final)
+            drained = self.checkpointer.drain_before_save()
+        self._notify_save(drained)
+        with self.timers.section("save"):
+            result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
+        self._notify_save(result)
+
+    def _drain_save(self) -> None:
+        """Wait for the asynchronous save in flight and report its result. Collective."""
+        self._phase = "while the save in flight was completed"
+        with self.timers.section("save"):
+            result = self.checkpointer.drain()
+        self._notify_save(result)
+
+    def _notify_save(self, result: SaveReport | CheckpointError | None) -> None:
+        """Report the result of a save that has ended."""
         if isinstance(result, SaveReport):
             self.callbacks.notify("after_save", result)
         elif result is not None:

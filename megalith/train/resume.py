@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megalith.checkpoint.commit import set_aside_damaged
 from megalith.checkpoint.format import MANIFEST, CheckpointEntry
 from megalith.checkpoint.load import (
     Checkpoint,
@@ -16,7 +17,6 @@ from megalith.checkpoint.load import (
     list_other_checkpoints,
     open_checkpoint,
 )
-from megalith.checkpoint.save import set_aside_damaged
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
@@ -414,6 +414,7 @@ class PreparedRun:
 
     def _restore_undamaged(self, saved: Checkpoint) -> Checkpoint:
         """Load a checkpoint of this run in place, or an older one if it is damaged; return it."""
+        self.trainer.write_guard.wait()
         while True:
             for slot in self.trainer.optimizer.slots:
                 for tensor in slot.state.values():

@@ -5,6 +5,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,21 @@ from megalith.train.forward_backward import (
     collect_logit_stats,
 )
 from megalith.train.objective import MAIN_LOSS, build_loss_normalizer
+
+
+class WriteGuard:
+    """Waits before saved tensors are written, while an asynchronous save still copies them."""
+
+    def __init__(self) -> None:
+        self.wait_staged: Callable[[], None] | None = None
+        """Returns when the copy is complete; None: saves are synchronous."""
+
+    def wait(self) -> None:
+        """Return when the tensors of `checkpoint_entries` may be written. All code that writes them
+        calls this first."""
+        if self.wait_staged is not None:
+            self.wait_staged()
+
 
 WeightUpdate = Callable[[nn.ModuleList, Mesh], None]
 """Changes weights of this rank's model chunks after the optimizer's step, before updated parameters
@@ -61,6 +77,9 @@ class Trainer:
     """Moving average of the weights, which the last of `weight_updates` updates; None: there is
     none."""
 
+    write_guard: WriteGuard = field(default_factory=WriteGuard)
+    """Must be awaited before weights or optimizer state are written."""
+
     @property
     def model(self) -> nn.Module:
         """The model, if this rank has only one model chunk."""
@@ -74,8 +93,16 @@ class Trainer:
 
 
 StepStatsMessage = Tensor
-"""float64 [2 + losses + requests]: sum of squares and zeros of the gradients, losses, number of
-ranks with each kind of request."""
+"""float64 [2 + losses + requests + 2]: sum of squares and zeros of the gradients, losses, number of
+ranks with each kind of request, `SaveCounts`."""
+
+
+class SaveCounts(NamedTuple):
+    """Number of ranks whose part of the asynchronous save in flight is written, or has failed."""
+
+    written: int = 0
+    failed: int = 0
+
 
 MAX_RERUNS = 3
 """Reruns of one step after which another request ends the run (heuristic: a transient fault is
@@ -170,6 +197,9 @@ class StepResult(StepStats):
     requests: StepRequest = field(kw_only=True)
     """Requests of all ranks that are executed."""
 
+    save_counts: SaveCounts = field(default=SaveCounts(), kw_only=True)
+    """State of the save in flight on all ranks."""
+
     @property
     def is_discarded(self) -> bool:
         """Whether the step does not count, because of a rollback or an immediate stop."""
@@ -185,6 +215,11 @@ class StepHooks:
     def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
         """Receive this rank's summed gradients before clipping; return its requests."""
         return StepRequest.NONE
+
+    def count_saves(self) -> SaveCounts:
+        """Return 1 for a part of a save that this rank has written, or that has failed; called
+        directly before the message of the step."""
+        return SaveCounts()
 
     def before_update(self, stats: StepStats) -> StepRequest:
         """Receive values that are equal on all ranks; return requests that are equal as well."""
@@ -234,6 +269,7 @@ def train_step(
     updates = applies and stats.is_finite and not stats.empty
     if updates:
         with trainer.timers.section("optimizer"):
+            trainer.write_guard.wait()
             trainer.optimizer.step(
                 [o.gradient for o in backward.local_params],
                 lr=lr,
@@ -252,7 +288,9 @@ def train_step(
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
     values = {each.name: getattr(stats, each.name) for each in fields(StepStats)}
-    return StepResult(**values, updated=updates, requests=requests)
+    return StepResult(
+        **values, updated=updates, requests=requests, save_counts=backward.save_counts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +300,7 @@ class _Backward:
     stats: StepStats
     requests: StepRequest
     """Requests of all ranks in the message of the step."""
+    save_counts: SaveCounts
     local_params: Sequence[ShardedParam]
     losses: Tensor
     """This rank's summed losses."""
@@ -301,12 +340,14 @@ def _run_backward(
             if logit_stats is None
             else torch.cat([losses - logit_stats.z, logit_stats.z[:1]]),
             requests_of_rank,
+            hooks.count_saves(),
         )
         squares, zeros, *sums = (
             message if logit_stats is None else torch.cat([message, logit_stats.largest])
         ).tolist()
     max_logit = None if logit_stats is None else sums.pop()
-    requests = _read_requests(sums[-len(StepRequest) :])
+    save_counts = SaveCounts(*map(int, sums[-2:]))
+    requests = _read_requests(sums[-len(StepRequest) - 2 : -2])
     means = normalizer.mean_losses(sums[: len(normalizer.terms)])
     z_loss = None
     if logit_stats is not None:
@@ -320,7 +361,8 @@ def _run_backward(
         max_logit,
         empty=not any(normalizer.totals[term.count] for term in normalizer.terms.values()),
     )
-    backward = _Backward(stats, requests, local_params, losses, message[0].sqrt() / scale, scale)
+    norm = message[0].sqrt() / scale
+    backward = _Backward(stats, requests, save_counts, local_params, losses, norm, scale)
     if rerun_of is None:
         return backward
     is_equal = gather_objects(_checksum_gradients(backward) == before, mesh.world)
@@ -362,6 +404,7 @@ def reduce_step_stats(
     local_params: Sequence[ShardedParam],
     losses: Tensor,
     requests: StepRequest = StepRequest.NONE,
+    save_counts: SaveCounts = SaveCounts(),  # noqa: B008 - it is immutable
 ) -> StepStatsMessage:
     """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
@@ -377,8 +420,9 @@ def reduce_step_stats(
     local_losses = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
     gradient_stats = torch.stack([sum_of_squares(local_gradients, trainer.device), zeros])
     # A sum over ranks: each kind of request has its own count.
-    local_requests = losses.new_tensor([float(kind in requests) for kind in StepRequest])
-    return all_reduce_(torch.cat([gradient_stats, local_losses, local_requests]), mesh.world)
+    counts = [*(float(kind in requests) for kind in StepRequest), *map(float, save_counts)]
+    local_counts = losses.new_tensor(counts)
+    return all_reduce_(torch.cat([gradient_stats, local_losses, local_counts]), mesh.world)
 
 
 def _read_requests(counts: Sequence[float]) -> StepRequest:

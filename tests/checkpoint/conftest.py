@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megalith import storage
+from megalith.checkpoint.commit import Retention
 from megalith.checkpoint.format import CheckpointEntry, folder_name
-from megalith.checkpoint.save import Retention, SaveReport, commit, save_checkpoint, write_boxes
+from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
 from megalith.observe.machine import FORMATS
 from megalith.parallel import group as consistency
 from megalith.parallel.group import Group, local_range, single_rank_group

@@ -1,18 +1,31 @@
 """A crash after any effect on the disk leaves the older or the newer checkpoint, bit for bit."""
 
+import mmap
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megalith import storage
 from megalith.checkpoint import save
-from megalith.checkpoint.format import CheckpointEntry, folder_name
+from megalith.checkpoint.commit import FolderTexts, Retention, remove_leftovers, set_aside_damaged
+from megalith.checkpoint.format import CheckpointEntry, folder_name, merge_tensors
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
-from megalith.checkpoint.save import remove_leftovers, set_aside_damaged
+from megalith.checkpoint.manifest import PARTS
+from megalith.checkpoint.staging import StagingRegion, plan_staging
+from megalith.checkpoint.writer import (
+    CheckpointWriter,
+    Commit,
+    CommitJob,
+    Failed,
+    SaveJob,
+    plan_files,
+)
 from megalith.parallel.group import single_rank_group
 from megalith.testing.disk import SimulatedDisk, crash_states, record_effects, write_contents
 
@@ -82,6 +95,53 @@ def test_crash_in_a_save_leaves_the_older_or_the_newer_checkpoint(
     steps = set()
     for label, copy in states(
         folder, lambda: tiny.save(folder, 2, tiny.cut(tiny.model(2), *layout))
+    ):
+        steps.add(check_state(label, copy, {1: [1], 2: [2]}, tiny))
+    assert steps == {(1, 1), (2, 2)}
+
+
+def save_asynchronously(
+    folder: Path, step: int, ranks: list[list[CheckpointEntry]], *, keep: int | None = None
+) -> None:
+    """Run the writers of all ranks one after the other, in this process: those of other ranks
+    first, and the commit last."""
+    staging = folder / f"{folder_name(step)}.tmp-00000000"
+    storage.make_folder(staging / PARTS)
+    plans = [plan_staging(entries) for entries in ranks]
+    parts = [plan_files(plan.write_plan, rank, 1, {}) for rank, plan in enumerate(plans)]
+    metadata = save.dump_metadata(merge_tensors(part.tensors for part in parts))
+    texts = FolderTexts(metadata, save.dump_state({"step": step}), b"", {}, save.versions())
+    commit = CommitJob(texts, Retention(keep), len(ranks))
+    for rank in reversed(range(len(ranks))):
+        region = StagingRegion(plans[rank].nbytes, torch.device("cpu"))
+        region.copy(plans[rank], ranks[rank])
+        memory = mmap.mmap(region.fd, region.nbytes)
+        job = SaveJob(staging, step, rank, None if rank else commit)
+        rank_side, writer_side = multiprocessing.Pipe()
+        for command in (plans[rank].write_plan, job, *([] if rank else [Commit()])):
+            rank_side.send(command)
+        writer = CheckpointWriter(writer_side, memoryview(memory), os.getppid(), 1, 0.0)
+        reports = []
+        with patch.object(writer, "_report", reports.append):
+            rank_side.close()
+            writer.run()
+        region.close()
+        assert not [report for report in reports if isinstance(report, Failed)], reports
+
+
+@pytest.mark.parametrize("layout", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 2)], ids=str)
+def test_crash_in_an_asynchronous_save_leaves_the_older_or_the_newer_checkpoint(
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    states: Callable[..., Iterator[tuple[str, Path]]],
+    layout: tuple[int, int],
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    tiny.save(folder, 1, tiny.cut(tiny.model(1), *layout))
+    steps = set()
+    for label, copy in states(
+        folder, lambda: save_asynchronously(folder, 2, tiny.cut(tiny.model(2), *layout), keep=1)
     ):
         steps.add(check_state(label, copy, {1: [1], 2: [2]}, tiny))
     assert steps == {(1, 1), (2, 2)}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalith import storage
-from megalith.checkpoint import save
+from megalith.checkpoint import commit
 from megalith.checkpoint.load import find_latest, verify_checkpoint
 
 
@@ -35,10 +35,10 @@ def test_newest_checkpoints_and_multiples_are_kept(
     tmp_path: Path, tiny: SimpleNamespace, keep: int | None, keep_every: int | None, left: list[int]
 ) -> None:
     save_steps(tmp_path, tiny, 50, 100, 150, 200, 250)
-    removed = save.Retention(keep, keep_every).delete_old(tmp_path)
+    removed = commit.Retention(keep, keep_every).delete_old(tmp_path)
     assert steps(tmp_path) == left
     assert len(removed) == 5 - len(left)
-    assert save.Retention(keep, keep_every).delete_old(tmp_path) == [], "once is enough"
+    assert commit.Retention(keep, keep_every).delete_old(tmp_path) == [], "once is enough"
 
 
 def test_last_checkpoint_before_skipped_steps_is_not_deleted(
@@ -56,7 +56,7 @@ def test_damaged_checkpoint_is_not_counted_and_not_deleted(
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     os.truncate(tmp_path / "step_0000003" / "__0_0.distcp", 3)
-    save.Retention(1).delete_old(tmp_path)
+    commit.Retention(1).delete_old(tmp_path)
     assert steps(tmp_path) == [2, 3]
     latest = find_latest(tmp_path)
     assert latest == tmp_path / "step_0000002" and verify_checkpoint(latest) == []
@@ -67,11 +67,11 @@ def test_damaged_checkpoint_that_was_set_aside_does_not_count_for_retention(
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     damaged = tmp_path / "step_0000003"
-    assert save.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged"
+    assert commit.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged"
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
     save_steps(tmp_path, tiny, 3)
-    assert save.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged-2"
-    save.Retention(1).delete_old(tmp_path)
+    assert commit.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged-2"
+    commit.Retention(1).delete_old(tmp_path)
     assert storage.list_names(tmp_path) == [
         "latest",
         "step_0000002",
@@ -84,8 +84,8 @@ def test_pinned_and_linked_checkpoints_are_kept(tmp_path: Path, tiny: SimpleName
     save_steps(tmp_path / "elsewhere", tiny, 1)
     save_steps(tmp_path / "here", tiny, 2, 3, 4)
     (tmp_path / "here" / "step_0000001").symlink_to(tmp_path / "elsewhere" / "step_0000001")
-    (tmp_path / "here" / "step_0000002" / save.PIN).touch()
-    save.Retention(1).delete_old(tmp_path / "here")
+    (tmp_path / "here" / "step_0000002" / commit.PIN).touch()
+    commit.Retention(1).delete_old(tmp_path / "here")
     assert steps(tmp_path / "here") == [1, 2, 4]
     assert steps(tmp_path / "elsewhere") == [1]
 
@@ -103,9 +103,9 @@ def test_failing_to_delete_is_a_warning_and_the_next_call_tries_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "rename", refuse)
-        assert save.Retention(1).delete_old(tmp_path) == []
+        assert commit.Retention(1).delete_old(tmp_path) == []
     assert f"could not delete the old checkpoint {tmp_path}/step_0000001: [Errno 16]" in caplog.text
-    assert save.Retention(1).delete_old(tmp_path) == [tmp_path / "step_0000001"]
+    assert commit.Retention(1).delete_old(tmp_path) == [tmp_path / "step_0000001"]
 
 
 def test_leftovers_of_killed_saves_are_removed(
@@ -122,7 +122,7 @@ def test_leftovers_of_killed_saves_are_removed(
     for name in ("notes.tmp-0123abcd", "step_0000009", "step_0000003.tmp-mine"):
         (tmp_path / name).mkdir()
     (tmp_path / "latest.tmp-77").touch()
-    dealt_with = save.remove_leftovers(tmp_path)
+    dealt_with = commit.remove_leftovers(tmp_path)
     assert sorted(path.name for path in dealt_with) == [
         "step_0000000.trash-0123abcd",
         "step_0000001.old-0123abcd",
@@ -136,7 +136,7 @@ def test_leftovers_of_killed_saves_are_removed(
         "step_0000009",
     ]
     assert "step_0000002.tmp-0123abcd, left by an interrupted save" in caplog.text
-    assert save.remove_leftovers(tmp_path / "nowhere") == []
+    assert commit.remove_leftovers(tmp_path / "nowhere") == []
 
 
 def test_an_overwrite_killed_between_its_renames_is_undone(
@@ -145,7 +145,7 @@ def test_an_overwrite_killed_between_its_renames_is_undone(
     save_steps(tmp_path, tiny, 1, 2)
     os.rename(tmp_path / "step_0000002", tmp_path / "step_0000002.old-0123abcd")
     assert find_latest(tmp_path) == tmp_path / "step_0000002.old-0123abcd", "before the sweep too"
-    save.remove_leftovers(tmp_path)
+    commit.remove_leftovers(tmp_path)
     assert find_latest(tmp_path) == tmp_path / "step_0000002"
     assert f"recovered {tmp_path}/step_0000002 from an interrupted overwrite" in caplog.text
 
@@ -155,15 +155,15 @@ def test_pointer_is_corrected_by_remove_leftovers(
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     (tmp_path / "step_0000003" / "manifest.json").unlink()
-    save.remove_leftovers(tmp_path)
+    commit.remove_leftovers(tmp_path)
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
     assert f"{tmp_path}/latest named 'step_0000003'; corrected to step_0000002" in caplog.text
     for text in ("", "\xff\n", None):
         (tmp_path / "latest").unlink() if text is None else (tmp_path / "latest").write_text(text)
-        save.remove_leftovers(tmp_path)
+        commit.remove_leftovers(tmp_path)
         assert (tmp_path / "latest").read_text() == "step_0000002\n"
     caplog.clear()
-    save.remove_leftovers(tmp_path)
+    commit.remove_leftovers(tmp_path)
     assert caplog.text == "", "once is enough"
 
 
@@ -180,6 +180,6 @@ def test_unwritable_pointer_is_a_warning(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(storage, "replace_file", refuse)
-    assert save.remove_leftovers(tmp_path) == []
+    assert commit.remove_leftovers(tmp_path) == []
     assert "could not be corrected ([Errno 30] Read-only file system)" in caplog.text
     assert find_latest(tmp_path) == tmp_path / "step_0000001"

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalith import storage
 from megalith.checkpoint import save
+from megalith.checkpoint.commit import Retention, remove_leftovers
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
 from megalith.checkpoint.save import (
-    Retention,
     commit_snapshot,
-    remove_leftovers,
     save_checkpoint,
     take_snapshot,
     write_snapshot,
@@ -485,7 +484,8 @@ def test_tensor_not_written_exactly_once_is_rejected(tmp_path: Path, fault: str,
 LOOP = """
 import sys, pathlib, torch
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.checkpoint.save import Retention, save_checkpoint
+from megalith.checkpoint.commit import Retention
+from megalith.checkpoint.save import save_checkpoint
 from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
 for step in range(1, 100_000):

@@ -112,7 +112,7 @@ def test_reasons_are_consistent_with_verdict_and_effect() -> None:
 
 
 NOT_IMPLEMENTED = """
-    --align-grad-reduce --align-param-gather --ckpt-assume-constant-structure
+    --align-grad-reduce --align-param-gather
     --ddp-pad-buckets-for-high-nccl-busbw --delay-param-gather --disable-align-grad-reduce
     --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
     --distributed-timeout-seconds-after-init --fsdp-db-use-persist-buf-on-alloc-fail
@@ -129,7 +129,8 @@ NOT_IMPLEMENTED = """
 """
 DONE_DIFFERENTLY = """
     --DDP-impl --apply-query-key-layer-scaling --auto-detect-ckpt-format --bias-gelu-fusion
-    --data-impl --data-parallel-random-init --ddp-average-in-collective --ddp-num-buckets
+    --ckpt-assume-constant-structure --data-impl --data-parallel-random-init
+    --ddp-average-in-collective --ddp-num-buckets
     --disable-gloo-process-groups --distributed-backend --lazy-mpu-init --mmap-warmup
     --moe-permute-fusion --moe-router-fusion --no-async-tensor-model-parallel-allreduce
     --no-contiguous-buffers-in-local-ddp --no-delay-grad-reduce --no-gradient-accumulation-fusion
@@ -218,12 +219,14 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
     """A new setting gets an entry of its flag, or is added here."""
     ours = {
         "checkpoint.allow_model_changes",
+        "checkpoint.drain_timeout_seconds",
         "checkpoint.max_save_failures",
         "checkpoint.missing_keys",
         "checkpoint.new_rows",
         "checkpoint.prefer_weights",
         "checkpoint.skip",
         "checkpoint.unexpected_keys",
+        "checkpoint.writer_timeout_seconds",
         "data.keep_partial_valid",
         "data.mock_lengths.kind",
         "data.mock_lengths.mean",

@@ -98,8 +98,12 @@ def test_checkpoints_are_kept_as_in_megatron(tiny: Translate) -> None:
     )
     newest = tiny("--save x --save-interval 20 --most-recent-k 2").run
     assert newest is not None and newest.checkpoint.keep == 2
+    written = tiny("--save x --save-interval 20 --async-save --dist-ckpt-workers 2").run
+    assert written is not None
+    assert (written.checkpoint.async_save, written.checkpoint.writer_threads) == (True, 2)
     nothing = tiny().run
     assert nothing is not None and nothing.checkpoint.every == 0
+    assert nothing.checkpoint.async_save == "auto"
     assert "--save-interval is missing" in tiny("--save x").problems[0]
 
 

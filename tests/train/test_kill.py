@@ -213,6 +213,11 @@ def test_run_killed_twice_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Pat
     check_bar(tmp_path, {}, nproc=1, kills=2, seed=1)
 
 
+@pytest.mark.slow  # three starts; tests/checkpoint/test_crashes.py covers every point of a save
+def test_run_with_asynchronous_saves_killed_twice_is_bitwise_equal(tmp_path: Path) -> None:
+    check_bar(tmp_path, {"checkpoint.async_save": "true"}, nproc=1, kills=2, seed=7)
+
+
 # one of the ten slowest tests: three starts of two processes; the test above has the same claim
 @pytest.mark.slow
 def test_bf16_ranks_killed_once_are_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:

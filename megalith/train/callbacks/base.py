@@ -44,7 +44,7 @@ from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import StepHooks, StepRequest, StepResult, StepStats
+from megalith.train.step import SaveCounts, StepHooks, StepRequest, StepResult, StepStats
 from megalith.train.suites import SuiteResults
 
 _log = logging.getLogger(__name__)
@@ -240,6 +240,8 @@ class CallbackList(StepHooks):
         self._timers: Timers | None = None
         """Measures the callbacks; None before they are started, or if no times are logged."""
         self._num_timed_steps = 0
+        self.save_counts: Callable[[], SaveCounts] = SaveCounts
+        """Returns the state of this rank's asynchronous save."""
         self.stop_reason: str | None = None
         """Which callback of this rank requested to stop the run."""
 
@@ -303,6 +305,10 @@ class CallbackList(StepHooks):
         self.notify("after_backward", local_params)
         self._sent, self._requests = self._requests, []
         return _combine(self._sent)
+
+    def count_saves(self) -> SaveCounts:
+        """Return the state of this rank's part of the asynchronous save in flight."""
+        return self.save_counts()
 
     def before_update(self, stats: StepStats) -> StepRequest:
         """Return the requests of all callbacks for the current step.

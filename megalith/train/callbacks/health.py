@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from megalith.checkpoint.async_save import MIN_NBYTES, AsyncSaver, WriterSettings, check_memory
+from megalith.checkpoint.commit import Retention
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.checkpoint.load import list_complete_checkpoints
 from megalith.checkpoint.lock import RunLock
-from megalith.checkpoint.save import Retention, SaveReport, save_checkpoint
+from megalith.checkpoint.manifest import list_complete_checkpoints
+from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
@@ -32,7 +34,13 @@ from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
-from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
+from megalith.train.step import (
+    SaveCounts,
+    StepRequest,
+    StepResult,
+    Trainer,
+    describe_nonfinite_gradients,
+)
 from megalith.train.suites import Suite, SuiteResult, TextSuite, check_metric_names, open_suite
 from megalith.train.trainer import checkpoint_entries
 
@@ -425,21 +433,130 @@ class Evaluator(Callback):
         }
 
 
+MAX_WAITS = 3
+"""Saves in a row that waited for the one before, after which the log names the settings to change
+(heuristic)."""
+
+
 class Checkpointer(Callback):
     """Requests a save every `checkpoint.every` steps, and saves without divergent steps."""
 
     essential = True
+    collective = True
 
     def __init__(self, fault_detector: FaultDetector, lock: RunLock | None) -> None:
         """`lock`: this process's lock of the run folder, on rank 0."""
         self._fault_detector, self._lock = fault_detector, lock
         self._num_failures = 0  # in a row
+        self._num_waits = 0  # in a row
         self._is_delayed = False
+        self._saver: AsyncSaver | None = None
 
     def on_start(self, run: RunView) -> None:
-        """Receive the run."""
+        """Receive the run, and start the writer processes if saves are asynchronous. Collective.
+
+        Raises:
+            CheckpointError: on every rank: host memory does not suffice for checkpoint.async_save.
+        """
         self._run = run
         self.saved_step = run.step if run.prepared.is_resumed else -1
+        self._saver = self._open_saver()
+        if self._saver is not None:
+            run.prepared.trainer.write_guard.wait_staged = self._saver.wait_staged
+
+    def on_error(self, error: BaseException) -> None:
+        """Let the writers finish a save in flight."""
+        self._close(failed=True)
+
+    def on_end(self, outcome: Outcome) -> None:
+        """End the writer processes."""
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
+        if self._saver is not None:
+            self._run.prepared.trainer.write_guard.wait_staged = None
+            self._saver.close(failed=failed)
+            self._saver = None
+
+    def _open_saver(self) -> AsyncSaver | None:
+        """Return the asynchronous saves of this run; None if its saves are synchronous.
+        Collective."""
+        checkpoint, world = self._run.config.checkpoint, self._run.mesh.world
+        if checkpoint.async_save is False:
+            return None
+        if checkpoint.async_save == "auto" and checkpoint.every == 0:
+            return None  # only the last save, which is synchronous
+        entries = self._entries()
+        memory = check_memory(entries, world)
+        if checkpoint.async_save == "auto" and memory.largest_rank < MIN_NBYTES:
+            return None
+        if not memory.suffices:
+            if checkpoint.async_save is True:
+                raise CheckpointError(
+                    f"checkpoint.async_save=true: {memory.describe()}. Set checkpoint.async_save "
+                    "to auto or false, or free some memory."
+                )
+            self._run.log(f"saves are synchronous (checkpoint.async_save): {memory.describe()}")
+            return None
+        settings = WriterSettings(
+            threads=checkpoint.writer_threads,
+            timeout_seconds=checkpoint.writer_timeout_seconds,
+            drain_seconds=checkpoint.drain_timeout_seconds,
+        )
+        return AsyncSaver(entries, world, self._run.device, settings)
+
+    def count_saves(self) -> SaveCounts:
+        """Return the state of this rank's part of the asynchronous save in flight."""
+        return SaveCounts() if self._saver is None else SaveCounts(*self._saver.count_saves())
+
+    def advance(self, counts: SaveCounts) -> SaveReport | CheckpointError | None:
+        """Continue the asynchronous save in flight with the counts of all ranks; return its report
+        if it is complete, or its error. Communicates only after a failure.
+
+        Raises:
+            CheckpointError: too many saves in a row have failed.
+        """
+        if self._saver is None:
+            return None
+        step = self._saver.pending_step
+        return self._count(self._saver.advance(*counts), step, final=False)
+
+    def drain(self) -> SaveReport | CheckpointError | None:
+        """Wait for the asynchronous save in flight, and return its report or error. Collective.
+
+        Raises:
+            CheckpointError: too many saves in a row have failed.
+        """
+        if self._saver is None or self._saver.pending_step is None:
+            return None
+        step = self._saver.pending_step
+        return self._count(self._saver.drain(), step, final=False)
+
+    def drain_before_save(self) -> SaveReport | CheckpointError | None:
+        """Wait for the asynchronous save in flight, because another one is due; log the waiting
+        time. Collective.
+
+        Raises:
+            CheckpointError: too many saves in a row have failed.
+        """
+        if self._saver is None or self._saver.pending_step is None:
+            self._num_waits = 0
+            return None
+        step, started = self._saver.pending_step, time.monotonic()
+        result = self.drain()
+        self._num_waits += 1
+        checkpoint, advice = self._run.config.checkpoint, ""
+        if self._num_waits >= MAX_WAITS:
+            advice = (
+                f", as did the {self._num_waits - 1} saves before: increase checkpoint.every "
+                f"({checkpoint.every} now) or checkpoint.writer_threads "
+                f"({checkpoint.writer_threads} now)"
+            )
+        self._run.log(
+            f"step {self._run.step}: waited {time.monotonic() - started:.1f} s for the save of "
+            f"step {step}{advice}"
+        )
+        return result
 
     def after_rollback(self, step: int) -> None:
         """Save this step again, because the position in the data has changed."""
@@ -456,10 +573,12 @@ class Checkpointer(Callback):
         callback_states: Callable[[], dict[str, Any]],  # Any: JSON
         *,
         final: bool = False,
+        overlap: bool = True,
     ) -> SaveReport | CheckpointError | None:
         """Save this step and return the report, or the error of a failed save. Collective.
 
-        Returns None if the step is already saved or is divergent. The next step that is not
+        Returns None if the save is asynchronous and has only begun, or if the step is already saved
+        or is divergent. The next step that is not
         divergent is saved instead, so that retention deletes no good checkpoint. Several failed
         saves in a row, or a failed final one, end the run.
 
@@ -482,8 +601,7 @@ class Checkpointer(Callback):
         states: dict[str, Any] = {}  # Any: JSON
 
         def check() -> tuple[list[str], list[str]]:
-            if self._lock is not None:
-                self._lock.check()  # another run may have taken over the folder
+            self._check_lock()
             states.update(callback_states())
             return find_nonfinite_parameters(entries), list(states)
 
@@ -496,36 +614,79 @@ class Checkpointer(Callback):
         # A callback that failed on another rank has no state.
         common = {name: states[name] for name in states if all(name in each for _, each in checks)}
         return self._write(
-            entries, run.state_json() | ({CALLBACKS: common} if common else {}), final
+            entries,
+            run.state_json() | ({CALLBACKS: common} if common else {}),
+            final=final,
+            overlap=overlap and not final,
         )
 
     def _write(
         self,
         entries: Sequence[CheckpointEntry],
         state: dict[str, Any],  # Any: JSON
+        *,
         final: bool,
-    ) -> SaveReport | CheckpointError:
+        overlap: bool,
+    ) -> SaveReport | CheckpointError | None:
         run, keep = self._run.prepared, self._run.config.checkpoint
+        folder, step = run.folder.checkpoints, run.state.step
+        config_text = run.tokenizer_files.config_text(run.run, ".")
+        auxiliary_files = run.tokenizer_files.contents
+        retention = Retention(keep.keep, keep.keep_every, run.state.last_update)
+        result: SaveReport | CheckpointError | None = None
         try:
-            report = save_checkpoint(
-                run.folder.checkpoints,
-                run.state.step,
-                entries,
-                state,
-                run.mesh.world,
-                config_text=run.tokenizer_files.config_text(run.run, "."),
-                auxiliary_files=run.tokenizer_files.contents,
-                retention=Retention(keep.keep, keep.keep_every, run.state.last_update),
-            )
+            # There is no training that the last save could overlap with.
+            if self._saver is not None and overlap and step < run.run.train.steps:
+                self._saver.begin(
+                    folder,
+                    step,
+                    entries,
+                    state,
+                    config_text=config_text,
+                    auxiliary_files=auxiliary_files,
+                    retention=retention,
+                    check_lock=self._check_lock,
+                )
+            else:
+                result = save_checkpoint(
+                    folder,
+                    step,
+                    entries,
+                    state,
+                    run.mesh.world,
+                    config_text=config_text,
+                    auxiliary_files=auxiliary_files,
+                    retention=retention,
+                )
         except CheckpointError as error:
+            result = error
+        return self._count(result, step, final=final)
+
+    def _count(
+        self, result: SaveReport | CheckpointError | None, step: int | None, *, final: bool
+    ) -> SaveReport | CheckpointError | None:
+        """Count successful and failed saves, and log the result of the save of `step`.
+
+        Raises:
+            CheckpointError: the final save, or too many in a row, have failed.
+        """
+        if isinstance(result, CheckpointError):
             self._num_failures += 1
-            if final or self._num_failures >= keep.max_save_failures:
-                raise
-            self._run.log(f"the run continues without this checkpoint: {error}")
-            return error
-        self._num_failures, self.saved_step = 0, run.state.step
-        _log.info("saved %s", report)
-        return report
+            if final or self._num_failures >= self._run.config.checkpoint.max_save_failures:
+                raise result
+            self._run.log(f"the run continues without this checkpoint: {result}")
+        elif result is not None:
+            assert step is not None, "a save has a step"
+            self._num_failures, self.saved_step = 0, step
+            if result.staged_seconds is None:
+                _log.info("saved %s", result)
+            else:
+                _log.info("checkpoint %s", result)
+        return result
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()  # another run may have taken over the folder
 
     def _entries(self) -> list[CheckpointEntry]:
         """Return the tensors to save; without checkpoint.save_optimizer only the weights and their

@@ -30,7 +30,7 @@ from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Box, Shard
 from megalith.testing.inject import patched
 from megalith.train import step
-from megalith.train.step import StepRequest, Trainer
+from megalith.train.step import SaveCounts, StepRequest, Trainer
 from megalith.verify.faults.plant import Original, plants, replaces
 
 FSDP = "megalith.parallel.fsdp"
@@ -264,11 +264,17 @@ def whole_experts_overwritten() -> Iterator[None]:
 
 @replaces(step, "reduce_step_stats", "dp, transient fault")
 def requests_of_first_rank(
-    original: Original, trainer: Trainer, params: object, losses: Tensor, requests: StepRequest
+    original: Original,
+    trainer: Trainer,
+    params: object,
+    losses: Tensor,
+    requests: StepRequest,
+    save_counts: SaveCounts,
 ) -> Tensor:
     """Only the callback requests of the first rank are executed."""
     is_first = trainer.mesh.world.rank == 0
-    message: Tensor = original(trainer, params, losses, requests if is_first else StepRequest.NONE)
+    executed = requests if is_first else StepRequest.NONE
+    message: Tensor = original(trainer, params, losses, executed, save_counts)
     return message
 
 
