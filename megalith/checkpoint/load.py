@@ -354,7 +354,7 @@ class Checkpoint:
                 "for example 0.999."
             )
 
-    def _source(self, entry: CheckpointEntry, weights_role: WeightsRole = "param") -> str:
+    def _source(self, entry: CheckpointEntry, weights_role: WeightsRole) -> str:
         """Return the stored tensor that an entry is read from."""
         weights, master = f"{MODEL}{entry.shard.name}", f"{MASTER}{entry.shard.name}"
         average, stored = f"{EMA}{entry.shard.name}", self.manifest.tensors

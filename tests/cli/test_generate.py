@@ -332,6 +332,7 @@ def test_every_option_reaches_the_workers() -> None:
         "base": "b",
         "kernels": "reference",
         "mlp_chunks": 2,
+        "role": "ema",
     }
     options = GenerateOptions(source="x", prompts=("a",), file="f", nproc=4, **values)
     assert {field.name for field in fields(options)} == {

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+import numpy
 import pytest
 
 from megalith.kernels.triton import launch
@@ -31,3 +32,20 @@ def patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return function.rewrite()(*arguments, **options)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(interpreter, "np", _NumpyWithOrderedMatmul())
+
+
+class _NumpyWithOrderedMatmul:
+    """NumPy whose matmul adds the products of each element in the same order, as `tl.dot` does on a
+    GPU. On some CPUs that of OpenBLAS depends on the row and on the layout in memory."""
+
+    def __getattr__(self, name: str) -> Any:  # any function of NumPy
+        return getattr(numpy, name)
+
+    def matmul(self, a: Any, b: Any, dtype: Any) -> Any:
+        """Multiply two matrices, or two batches of them."""
+        a, b = a.astype(dtype), b.astype(dtype)
+        total = numpy.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+        for index in range(a.shape[-1]):
+            total += a[..., :, index, None] * b[..., index, None, :]
+        return total
