@@ -111,3 +111,7 @@ class MegatronFolder:
 
     objects: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Pickled entries by key (`optimizer.distributed…/shard_0_1`), parsed on request."""
+
+    optimizer_problem: str | None = None
+    """Why the optimizer state cannot be read, if the reader found that; weights are not
+    affected."""

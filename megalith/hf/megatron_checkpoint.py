@@ -223,6 +223,8 @@ class MegatronCheckpoint(Checkpoint):
         Raises:
             CheckpointError: the optimizer state cannot be read, or is not that of the weights.
         """
+        if self.folder.optimizer_problem is not None:
+            raise CheckpointError(self.folder.optimizer_problem)
         if not _has_optimizer(self.folder):
             return replace(self, has_optimizer=True)
         optimizer = read_optimizer(self.folder, self.run.model, self.canonical_tensors)

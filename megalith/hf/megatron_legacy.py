@@ -159,38 +159,71 @@ def read_legacy_folder(path: Path) -> MegatronFolder:
     ranks = _match_parts(path, parts, layout)
 
     shapes = ExpectedShapes(args)
-    collector = _Collector()
-    steps: set[float] = set()
-    scalers: list[object] = []
-    has_master_weights = False
+    weights, state = _Collector(), _OptimizerCollector()
     for rank, folder in ranks.items():
         part = content if folder == first else _read_part(folder)
-        reader = _PartReader(folder, part, rank, layout, args, shapes, collector)
+        reader = _PartReader(folder, part, rank, layout, args, shapes, weights)
         reader.read_weights()
-        reader.read_optimizer()
-        steps |= reader.steps
-        scalers += reader.scalers
-        has_master_weights = has_master_weights or reader.has_master_params
-    if len(steps) > 1:
-        shown = ", ".join(str(step) for step in sorted(steps)[:MAX_NAMED])
-        raise CheckpointError(
-            f"{path}: its parts have optimizer states of different steps ({shown}), so files of "
-            "several saves are mixed. Copy one checkpoint completely."
-        )
-    group = {"step": next(iter(steps))} if steps else {}
-    optimizer: dict[str, object] = {"optimizer": {"param_groups": [group]}}
-    if scalers:
-        optimizer["grad_scaler"] = scalers[0]
+        state.add(reader)
+    optimizer_tensors, optimizer = state.finish(path)
     common = {
         key: value
         for key, value in content.items()
         if isinstance(key, str) and not key.startswith("model") and key != "optimizer"
     }
+    kind = {"distrib_optim_sharding_type": "fully_reshardable"} if state.has_master_params else {}
     common |= {"args": args, "checkpoint_version": version, "optimizer": optimizer}
-    kind = {"distrib_optim_sharding_type": "fully_reshardable"} if has_master_weights else {}
-    return MegatronFolder(
-        path, "torch", collector.tensors(path), common | {"content_metadata": kind}
-    )
+    common |= {"content_metadata": kind}
+    tensors = weights.tensors(path) | optimizer_tensors
+    return MegatronFolder(path, "torch", tensors, common, optimizer_problem=state.problem)
+
+
+@dataclass(slots=True, eq=False)
+class _OptimizerCollector:
+    """Optimizer state of all parts, or the first reason why it cannot be read."""
+
+    collector: _Collector = field(default_factory=_Collector)
+    steps: set[float] = field(default_factory=set)
+    scalers: list[object] = field(default_factory=list)
+    has_master_params: bool = False
+    problem: str | None = None
+
+    def add(self, reader: "_PartReader") -> None:
+        """Add the optimizer state of one part."""
+        if self.problem is not None:
+            return
+        try:
+            reader.read_optimizer(self.collector)
+        except CheckpointError as error:
+            self.problem = _add_load_modes(str(error))
+            return
+        self.steps |= reader.steps
+        self.scalers += reader.scalers
+        self.has_master_params = self.has_master_params or reader.has_master_params
+
+    def finish(self, path: Path) -> tuple[dict[str, ChunkedTensor], dict[str, object]]:
+        """Return the tensors of all parts, and the state outside of tensors."""
+        if len(self.steps) > 1 and self.problem is None:
+            shown = ", ".join(str(step) for step in sorted(self.steps)[:MAX_NAMED])
+            self.problem = (
+                f"{path}: its parts have optimizer states of different steps ({shown}), so files "
+                f"of several saves are mixed. Copy one checkpoint completely. {LOAD_MODES}"
+            )
+        tensors: dict[str, ChunkedTensor] = {}
+        try:
+            tensors = {} if self.problem is not None else self.collector.tensors(path)
+        except CheckpointError as error:
+            self.problem = _add_load_modes(str(error))
+        group = {"step": next(iter(self.steps))} if self.steps else {}
+        optimizer: dict[str, object] = {"optimizer": {"param_groups": [group]}}
+        if self.scalers:
+            optimizer["grad_scaler"] = self.scalers[0]
+        return tensors, optimizer
+
+
+def _add_load_modes(text: str) -> str:
+    """Return a problem of the optimizer state with the load modes that work without it."""
+    return text if LOAD_MODES in text else f"{text.rstrip('.')}. {LOAD_MODES}"
 
 
 # --- parts
@@ -252,11 +285,6 @@ def _read_part(folder: Path) -> Mapping[Any, object]:
     if not file.is_file():
         raise CheckpointError(
             f"{file} is missing. Copy the checkpoint again, with all of its files."
-        )
-    if other := next(folder.glob("layer_wise_optimizer_*.pt"), None):
-        raise CheckpointError(
-            f"{other}: files of a layer-wise optimizer are not read. Save the checkpoint with "
-            "Megatron-LM and --ckpt-format torch_dist, or remove these files to load the weights."
         )
     content = read_archive(file)
     if not isinstance(content, Mapping):
@@ -414,7 +442,7 @@ class _PartReader:
         layout: MegatronLayout,
         args: Mapping[str, object],
         shapes: ExpectedShapes,
-        collector: _Collector,
+        weights: _Collector,
     ) -> None:
         self.folder = folder
         self.content = content
@@ -422,7 +450,8 @@ class _PartReader:
         self.layout = layout
         self.args = args
         self.shapes = shapes
-        self.collector = collector
+        self.collector = weights
+        """Where tensors are added."""
         self.gated = read_flag(args, "swiglu")
         self.params: list[list[_LocalTensor]] = []
         """Parameters of each model chunk in order of registration, which is that of the file."""
@@ -511,8 +540,14 @@ class _PartReader:
 
     # optimizer state
 
-    def read_optimizer(self) -> None:
-        """Add the optimizer state of this part, if it has any."""
+    def read_optimizer(self, collector: _Collector) -> None:
+        """Add the optimizer state of this part, if it has any; after `read_weights`."""
+        self.collector = collector
+        if other := next(self.folder.glob("layer_wise_optimizer_*.pt"), None):
+            raise CheckpointError(
+                f"{other}: files of a layer-wise optimizer are not read. Save the checkpoint with "
+                f"Megatron-LM and --ckpt-format torch_dist. {LOAD_MODES}"
+            )
         state = self.content.get("optimizer")
         for one in state if isinstance(state, list | tuple) else (state,):
             if isinstance(one, Mapping) and one.get("grad_scaler"):

@@ -6,6 +6,7 @@ from the args of the checkpoint, and `verify_buckets` compares the master weight
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -106,6 +107,8 @@ def read_optimizer(
         CheckpointError: the state is missing, incomplete, of a kind that is not supported, or does
             not fit the args of the checkpoint.
     """
+    if folder.optimizer_problem is not None:
+        raise CheckpointError(folder.optimizer_problem)
     kind = find_sharding_type(folder)
     params = {
         name: tensor
@@ -294,7 +297,7 @@ def _read_number(value: object) -> float | None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) < float("inf") else None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
 def _find_loss_scale(states: Sequence[object]) -> float | None:

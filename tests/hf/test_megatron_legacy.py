@@ -489,6 +489,10 @@ BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
         r"parts of optimizer\.state\.\w+\.[\w.]+ do not cover it \(.*\), so a part lacks it",
         lambda path: torch.save(None, path / FLAT),
     ),
+    "truncated buffers": (
+        r"distrib_optim\.pt",
+        lambda path: (path / FLAT).write_bytes((path / FLAT).read_bytes()[:500]),
+    ),
     "truncated": (
         r"model_optim_rng\.pt",
         lambda path: (path / FIRST).write_bytes((path / FIRST).read_bytes()[:500]),
@@ -501,14 +505,36 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return CASES["tied"].write(tmp_path_factory.mktemp("legacy") / "good")
 
 
+IN_OPTIMIZER = {
+    "layer-wise optimizer",
+    "steps",
+    "old flat buffers",
+    "short buffer",
+    "no buffer",
+    "buffer too many",
+    "no optimizer state in one part",
+    "truncated buffers",
+}
+"""Cases of `BAD` whose weights can be loaded."""
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_damaged_legacy_folders_are_rejected(tmp_path: Path, good: Path, name: str) -> None:
     message, damage = BAD[name]
     path = tmp_path / "iter_0000009"
     shutil.copytree(good, path)
     damage(path)
+    if name not in IN_OPTIMIZER:
+        with pytest.raises(CheckpointError, match=message):
+            read_legacy_folder(path)
+        return
+    assert "checkpoint.load_mode=weights" in str(read_legacy_folder(path).optimizer_problem)
+    model, tensors = CASES["tied"].model, CASES["tied"].tensors
+    weights = normalize_tensors(read_legacy_folder(path), model)
+    for key, weight in weights.items():
+        assert torch.equal(weight.read(), tensors[key]["weight"][: weight.shape[0]]), key
     with pytest.raises(CheckpointError, match=message):
-        read_legacy_folder(path)
+        read_optimizer(read_legacy_folder(path), model, weights)
 
 
 def test_archives_older_than_torch_1_6_are_rejected(tmp_path: Path, good: Path) -> None:
@@ -529,7 +555,7 @@ def test_optimizer_states_that_fit_no_param_group_are_rejected(tmp_path: Path) -
 
     _edit(FIRST, shorten)(tmp_path)
     with pytest.raises(CheckpointError, match=rf"param group 0 .* has \d+ parameters.*{MODES}"):
-        read_legacy_folder(tmp_path)
+        _load(tmp_path, writer.model)
     weights_only = read_legacy_folder(writer.write(tmp_path / "weights", None))
     weights = normalize_tensors(weights_only, writer.model)
     with pytest.raises(CheckpointError, match=rf"has no optimizer state\. .*{MODES}"):
