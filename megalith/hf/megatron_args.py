@@ -323,13 +323,19 @@ def _read_progress(fields: Mapping[str, Any], common: Mapping[str, Any]) -> Trai
         seq_length=count("seq_length"),
         train_steps=count("train_iters"),
         train_samples=count("train_samples"),
-        checkpoint_version=float(version) if isinstance(version, int | float) else 0.0,
+        checkpoint_version=_read_version(version),
         schedule={
             name: value
             for name in SCHEDULE_FIELDS
             if isinstance(value := fields.get(name), str | int | float)
         },
     )
+
+
+def _read_version(version: object) -> float:
+    """Return the checkpoint version; 0 if it is none."""
+    is_version = isinstance(version, int | float) and 0 <= version < 1 << 31
+    return float(version) if is_version else 0.0  # type: ignore[arg-type]  # checked above
 
 
 # --- arguments of a model

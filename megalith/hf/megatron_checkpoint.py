@@ -471,7 +471,7 @@ def open_megatron(path: Path, *, vocab_size: int | None = None) -> MegatronCheck
     source = {"path": str(path.absolute()), "format": folder.format}
     return MegatronCheckpoint(
         path=path,
-        manifest=Manifest(step, int(args.get("world_size") or 1), boxes.tensors, files),
+        manifest=Manifest(step, _count_ranks(args), boxes.tensors, files),
         state={MEGATRON_SOURCE: source} | progress,
         config_text=dump_yaml(run),
         folder=folder,
@@ -484,6 +484,15 @@ def open_megatron(path: Path, *, vocab_size: int | None = None) -> MegatronCheck
         progress_problem=problem,
     )
 
+
+def _count_ranks(args: Mapping[str, Any]) -> int:
+    """Return the number of ranks that saved a checkpoint; 1 if it is not stated."""
+    ranks = args.get("world_size")
+    return ranks if type(ranks) is int and 0 < ranks <= MAX_RANKS else 1
+
+
+MAX_RANKS = 1 << 30
+"""Limit of the number of ranks. Heuristic: more than any run has."""
 
 SHOWN_ARGS = (
     "num_layers",
@@ -521,8 +530,14 @@ def read_progress(
     consumed = _read_count(args, "consumed_train_samples", path, default=step * rows)
     skipped = _read_count(args, "skipped_train_samples", path, default=0)
     schedule = common.get("opt_param_scheduler") or common.get("lr_scheduler") or {}
+    if not isinstance(schedule, Mapping):
+        raise CheckpointError(
+            f"{path}: its opt_param_scheduler is {schedule!r:.60}, expected a dict. Without it "
+            "only the weights can be used: set checkpoint.load_mode=weights."
+        )
     scheduled = _read_count(schedule, "num_steps", path, default=consumed - skipped)
-    total = args.get("train_samples") or (args.get("train_iters") or 0) * rows
+    total = _read_count(args, "train_samples", path, default=0)
+    total = total or _read_count(args, "train_iters", path, default=0) * rows
     train = {
         "step": step,
         "consumed_samples": consumed,
@@ -531,7 +546,7 @@ def read_progress(
         "skipped": max(0, consumed - scheduled) // max(1, rows),
         "skipped_in_a_row": 0,
     }
-    return {"train": train} | ({"order_samples": int(total)} if total else {})
+    return {"train": train} | ({"order_samples": total} if total else {})
 
 
 def _read_count(
@@ -539,7 +554,7 @@ def _read_count(
 ) -> int:
     value = values.get(name, default)
     value = default if value is None else value
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 62:
         raise CheckpointError(
             f"{path}: its {name} is {value!r:.60}, expected a count. Without it only the weights "
             "can be used: set checkpoint.load_mode=weights."

@@ -467,7 +467,11 @@ def load_weights_with_records(
     may be padded differently."""
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
-    opened = open_pretrained(path, role=role, vocab_size=model.vocab_size)
+    sources: list[Pretrained] = []
+    raise_on_all_ranks(
+        lambda: sources.append(open_pretrained(path, role=role, vocab_size=model.vocab_size)), world
+    )
+    opened = sources[0]
     if isinstance(opened.checkpoint, MegatronCheckpoint):
         checkpoint = with_master_weights(opened.checkpoint, world)
         opened = replace(opened, weights=CheckpointWeights(checkpoint))

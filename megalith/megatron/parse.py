@@ -321,9 +321,10 @@ def _parse_word(flag: MegatronFlag, word: str) -> tuple[Plain, str | None]:
         return word, None
     try:
         number = (int if flag.type == "int" else float)(word)
-    except ValueError:
-        number = math.nan
-    if math.isfinite(number):
+        is_finite = math.isfinite(number)
+    except (ValueError, OverflowError):  # no number, or an integer above every float
+        is_finite = False
+    if is_finite:
         return number, None
     expected = f"expected {_TYPE_NAMES[flag.type]}. Set {flag.flag} to one."
     return None, f"{flag.flag} {word:.200}: {expected}"

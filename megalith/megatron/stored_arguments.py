@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM's training script as stored values (in checkpoints and YAML files),
 and as words of a command line."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -169,8 +169,7 @@ class ArgumentWords:
         if flag.type == "int":
             is_plain = all(is_whole(one) for one in items) and not isinstance(value, list | tuple)
         elif flag.type == "float":
-            is_plain = isinstance(value, int | float) and not isinstance(value, bool)
-            is_plain = is_plain and math.isfinite(value)  # type: ignore[arg-type]  # checked above
+            is_plain = _is_finite(value)
         texts = [str(one) for one in items] if is_plain else []
         if not is_plain or any(text.startswith("--") or len(text) > MAX_TEXT for text in texts):
             self.problems.append(
@@ -209,6 +208,13 @@ class ArgumentWords:
             "Correct the args."
         )
         return False
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def is_whole(value: object) -> bool:

@@ -159,8 +159,27 @@ def open_checkpoint_source(
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     settings = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
+    opened: list[Checkpoint] = []
+    raise_on_all_ranks(
+        lambda: opened.append(_open_source(path, settings, vocab_size=vocab_size)), world
+    )
+    checkpoint = opened[0]
+    if not isinstance(checkpoint, MegatronCheckpoint):
+        return checkpoint
+    read_state = with_optimizer if rules.load_mode == "all" else with_master_weights
+    return read_state(checkpoint, world)
+
+
+def _open_source(path: Path, settings: str, *, vocab_size: int) -> Checkpoint:
+    """Open the checkpoint at whose step a run starts, of Megatron without its optimizer state.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not one of a run.
+    """
     if is_megatron(path):
-        return _open_megatron_source(path, settings, rules, world, vocab_size=vocab_size)
+        megatron = open_megatron(path, vocab_size=vocab_size)
+        megatron.require_progress(settings)
+        return megatron
     if not (path / MANIFEST).exists():
         raise CheckpointError(
             f"{settings}: {path} holds weights only, so there is no step to continue from. Set "
@@ -180,26 +199,6 @@ def open_checkpoint_source(
             f"state lacks {', '.join(missing_keys)}). Set checkpoint.load_mode=weights."
         )
     return checkpoint
-
-
-def _open_megatron_source(
-    path: Path, settings: str, rules: CheckpointConfig, world: Group, *, vocab_size: int
-) -> MegatronCheckpoint:
-    """Open the Megatron checkpoint at whose step a run starts. Collective over `world`.
-
-    Raises:
-        CheckpointError: on every rank: it cannot be read, or it holds weights only.
-    """
-
-    def open_source() -> None:
-        checkpoint = open_megatron(path, vocab_size=vocab_size)
-        checkpoint.require_progress(settings)
-        opened.append(checkpoint)
-
-    opened: list[MegatronCheckpoint] = []
-    raise_on_all_ranks(open_source, world)
-    read_state = with_optimizer if rules.load_mode == "all" else with_master_weights
-    return read_state(opened[0], world)
 
 
 def check_steps_left(run: TrainRun, checkpoint_source: Checkpoint, state: TrainState) -> None:

@@ -1,13 +1,19 @@
 """One rank's failure is everybody's, in the same words."""
 
 import errno
+import itertools
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DataError, RankError, UserError
+from megalith.hf.megatron_checkpoint import is_megatron, open_megatron
+from megalith.hf.pretrained import load_weights_with_records
 from megalith.parallel.group import Group, raise_on_all_ranks, single_rank_group
+from megalith.train.resume import open_checkpoint_source
 
 
 def test_results_come_in_the_order_of_ranks(run_threads: Callable[..., list[Any]]) -> None:
@@ -33,6 +39,36 @@ def test_all_ranks_raise_the_same_text_when_one_fails(
         "lower number."
     }
     assert isinstance(errors[1].__cause__, OSError) and errors[0].__cause__ is None
+
+
+@pytest.mark.parametrize("mode", ["all", "progress", "weights"])
+def test_megatron_folder_that_one_rank_cannot_read_is_an_error_of_all(
+    mode: Literal["all", "progress", "weights"],
+    run_threads: Callable[..., list[Any]],
+    megatron_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = megatron_folder("dense_tied_fully_reshardable") / "iter_0000002"
+    model = open_megatron(path).run.model
+    rules = CheckpointConfig(load=str(path), load_mode=mode)
+    calls = itertools.count()
+
+    def check(folder: Path) -> bool:
+        if next(calls) == 1:
+            raise CheckpointError(f"{folder} cannot be read. Mount it on every host.")
+        return is_megatron(folder)
+
+    def load(world: Group) -> object:
+        if mode == "weights":
+            return load_weights_with_records([], str(path), world, model=model, rules=rules)
+        return open_checkpoint_source(rules, world, vocab_size=model.vocab_size)
+
+    monkeypatch.setattr("megalith.train.resume.is_megatron", check)
+    monkeypatch.setattr("megalith.hf.pretrained.is_megatron", check)
+    errors = run_threads(2, load)
+    assert [str(error) for error in errors] == [
+        f"{path} cannot be read. Mount it on every host."
+    ] * 2
 
 
 def test_error_of_several_ranks_is_reported_once(

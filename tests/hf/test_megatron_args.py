@@ -251,6 +251,11 @@ def test_progress_is_read_from_the_arguments_and_the_common_state() -> None:
     assert progress.schedule["lr_decay_style"] == "cosine"
     wrong = translate(consumed_train_samples="many", iteration=-1).progress
     assert (wrong.step, wrong.consumed_samples) == (0, None)
+    huge = translate_args(
+        ARGS | TRAINING | {"train_iters": 10**400}, common={"checkpoint_version": 10**400}
+    )
+    assert huge.run is None and any("--train-iters" in text for text in huge.run_problems)
+    assert huge.progress.checkpoint_version == 0
 
 
 # --- untrusted values
@@ -269,6 +274,8 @@ def test_progress_is_read_from_the_arguments_and_the_common_state() -> None:
         ("padded_vocab_size", "x", "args.padded_vocab_size='x': expected"),
         ("num_experts", -1, "args.num_experts=-1: expected a size from 0 to"),
         ("norm_epsilon", math.nan, "args.norm_epsilon=nan: expected a number"),
+        ("norm_epsilon", 10**400, "args.norm_epsilon=1000.*: expected a number"),
+        ("num_layers", 10**400, "args.num_layers=1000"),
         ("norm_epsilon", "1", "args.norm_epsilon='1': expected a number"),
         ("swiglu", "yes", r"args.swiglu='yes': expected true or false \(--swiglu\)"),
         ("add_bias_linear", 1, "args.add_bias_linear=1: expected true or false"),

@@ -21,6 +21,8 @@ from megalith.hf.megatron_checkpoint import (
     list_iterations,
     locate_megatron,
     open_megatron,
+    read_megatron_folder,
+    read_progress,
 )
 from megalith.hf.megatron_names import MEGATRON, normalize_tensors
 from megalith.hf.pretrained import locate_source, with_optimizer
@@ -73,6 +75,48 @@ def test_other_folders_are_not_megatron_checkpoints(tmp_path: Path) -> None:
         assert not is_megatron(folder), name
     assert locate_megatron(tmp_path) is None
     assert locate_megatron(tmp_path / "iter_0000001") is None
+
+
+# --- state
+
+
+COUNTERS = {"global_batch_size": 8, "seq_length": 16, "consumed_train_samples": 40}
+
+
+@pytest.mark.parametrize("value", ["abc", -1, 2.5, float("nan"), True, [1], {"a": 1}, 10**400])
+@pytest.mark.parametrize("name", ["train_samples", "train_iters", *COUNTERS])
+def test_counters_of_other_types_are_rejected(name: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=f"its {name} is .*checkpoint.load_mode=weights"):
+        read_progress({"iteration": 5}, COUNTERS | {name: value}, Path("iter_0000005"))
+
+
+def test_schedule_that_is_no_dict_is_rejected() -> None:
+    for schedule in ("abc", [1], 3):
+        common = {"iteration": 5, "opt_param_scheduler": schedule}
+        with pytest.raises(CheckpointError, match="its opt_param_scheduler is .*expected a dict"):
+            read_progress(common, COUNTERS, Path("iter_0000005"))
+
+
+def test_order_of_samples_is_that_of_the_first_start() -> None:
+    for lengths, total in (
+        ({"train_iters": 100}, 800),
+        ({"train_samples": 900, "train_iters": 112}, 900),
+    ):
+        state = read_progress({"iteration": 5}, COUNTERS | lengths, Path("iter_0000005"))
+        assert state["order_samples"] == total
+        assert state["train"]["scheduled_samples"] == 40
+    assert "order_samples" not in read_progress({"iteration": 5}, COUNTERS, Path("iter_0000005"))
+
+
+@pytest.mark.parametrize("value", ["abc", [1], -3, 2.5, 10**400])
+def test_number_of_ranks_does_not_affect_the_weights(
+    value: object, megatron_folder: Extract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = megatron_folder("dense_tied_fully_reshardable") / "iter_0000002"
+    folder = read_megatron_folder(path)
+    folder.common["args"].state["world_size"] = value
+    monkeypatch.setattr("megalith.hf.megatron_checkpoint.read_dcp_folder", lambda _: folder)
+    assert open_megatron(path).manifest.world_size == 1
 
 
 # --- tensors

@@ -136,7 +136,7 @@ def test_zarr_folders_equal_the_torch_dist_folders_of_the_same_run(
     assert checkpoint.folder.format == "zarr"
     assert replace(checkpoint.run, name="") == replace(expected.run, name="")
     assert list(checkpoint.keys()) == list(expected.keys())
-    for key in expected.keys():
+    for key in expected.keys():  # noqa: SIM118 - a method of checkpoints
         assert torch.equal(checkpoint.read(key), expected.read(key)), key
     drop = {"megatron"}
     assert {k: v for k, v in checkpoint.state.items() if k not in drop} == {
