@@ -163,13 +163,10 @@ def _describe_tensor(tensor: dict[str, Any]) -> str:  # JSON
 def verify(argv: list[str]) -> int:
     """Print the problems of checkpoints; return 1 if there are any."""
     from megalith.checkpoint.inspect import list_nonfinite_tensors
-    from megalith.checkpoint.load import verify_checkpoint
-    from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     problems_by_path = {
-        str(path): verify_megatron(path) if is_megatron(path) else verify_checkpoint(path)
-        for path in list_checkpoints(find_folder(options.path))
+        str(path): find_problems(path) for path in list_checkpoints(find_folder(options.path))
     }
     if options.deep:
         problems_by_path |= {
@@ -187,6 +184,18 @@ def verify(argv: list[str]) -> int:
         for warning in [] if problems else open_any(Path(path)).warnings():
             print(f"  warning: {warning}")
     return int(any(problems_by_path.values()))
+
+
+def find_problems(path: Path) -> list[str]:
+    """Return all problems of one checkpoint; empty if it is intact."""
+    from megalith.checkpoint.load import verify_checkpoint
+    from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
+
+    try:
+        megatron = is_megatron(path)
+    except CheckpointError as error:  # an interrupted save, or a format that is not read
+        return [str(error)]
+    return verify_megatron(path) if megatron else verify_checkpoint(path)
 
 
 def diff(argv: list[str]) -> int:

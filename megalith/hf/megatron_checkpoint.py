@@ -605,6 +605,8 @@ def _find_hash_problems(path: Path) -> list[str]:
             problems.append(f"{path / INTEGRITY_FILE} names {name}, which is outside the folder.")
             continue
         try:
+            if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+                raise OSError("not a regular file")
             actual = sha256(storage.mapped(file, 0, storage.file_nbytes(file)))
         except OSError as error:
             problems.append(f"{file} cannot be read ({error}). Copy the checkpoint again.")

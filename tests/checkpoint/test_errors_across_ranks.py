@@ -11,7 +11,7 @@ import pytest
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DataError, RankError, UserError
 from megalith.hf.megatron_checkpoint import is_megatron, open_megatron
-from megalith.hf.pretrained import load_weights_with_records
+from megalith.hf.pretrained import load_weights_with_records, with_optimizer
 from megalith.parallel.group import Group, raise_on_all_ranks, single_rank_group
 from megalith.train.resume import open_checkpoint_source
 
@@ -69,6 +69,27 @@ def test_megatron_folder_that_one_rank_cannot_read_is_an_error_of_all(
     assert [str(error) for error in errors] == [
         f"{path} cannot be read. Mount it on every host."
     ] * 2
+
+
+def test_each_rank_verifies_its_own_share_of_flat_buckets(
+    run_threads: Callable[..., list[Any]],
+    megatron_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = []
+
+    def verify(*_: object, rank: int, world_size: int) -> None:
+        shares.append((rank, world_size))
+        if rank == 2:
+            raise CheckpointError("the master weights of q do not round to its weights.")
+
+    monkeypatch.setattr("megalith.hf.megatron_checkpoint.verify_buckets", verify)
+    checkpoint = open_megatron(megatron_folder("dense_dp_reshardable") / "iter_0000002")
+    errors = run_threads(3, lambda world: with_optimizer(checkpoint, world))
+    assert sorted(shares) == [(0, 3), (1, 3), (2, 3)]
+    assert {str(error) for error in errors} == {
+        "the master weights of q do not round to its weights."
+    }
 
 
 def test_error_of_several_ranks_is_reported_once(

@@ -325,6 +325,18 @@ def test_info_reports_unreadable_optimizer_state_beside_the_weights(
     assert "  bucket 0 has 5 elements, expected 8.\n" in capsys.readouterr().out
 
 
+def test_verify_reports_interrupted_saves_and_verifies_the_others(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(megatron / "iter_0000002", megatron / "iter_0000004")
+    (megatron / "iter_0000004" / "metadata.json").unlink()
+    assert call("verify", megatron) == 1
+    output = capsys.readouterr().out
+    assert f"{megatron / 'iter_0000002'}: valid" in output
+    assert f"{megatron / 'iter_0000004'}: 1 problems" in output
+    assert "has no metadata.json, which Megatron writes last: the save was interrupted" in output
+
+
 def test_verify_compares_the_hashes_of_megatron_files(
     megatron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

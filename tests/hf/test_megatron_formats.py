@@ -118,6 +118,18 @@ def test_weights_of_a_legacy_folder_do_not_need_its_optimizer_state(tmp_path: Pa
     assert "mp_rank_00_001/distrib_optim.pt" in problem
 
 
+def test_optimizer_state_of_other_weights_is_rejected_and_weights_load(tmp_path: Path) -> None:
+    path = LEGACY["tied"].write(tmp_path / "iter_0000009")
+    parts = [path / f"mp_rank_{tp:02d}_001" / "distrib_optim.pt" for tp in (0, 1)]
+    swapped = parts[0].read_bytes()
+    parts[0].write_bytes(parts[1].read_bytes())
+    parts[1].write_bytes(swapped)
+    checkpoint = open_megatron(path)
+    with pytest.raises(CheckpointError, match=r"do not round to its weights in .*=weights"):
+        checkpoint.with_optimizer()
+    assert any("do not round" in problem for problem in verify_megatron(path))
+
+
 @pytest.mark.parametrize("name", ["dense_tied_fully_reshardable", "moe_fully_reshardable"])
 def test_zarr_folders_equal_the_torch_dist_folders_of_the_same_run(
     name: str, tmp_path: Path, megatron_folder: Extract
