@@ -2,6 +2,7 @@
 checkpoint or run to a Hugging Face folder or a Megatron checkpoint."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -154,6 +155,7 @@ def main(argv: list[str]) -> int:
     check_target(target)
     source, to = open_source(options)
     print_warnings(source)
+    _print_unused_settings(source, to, options)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "megatron":
         convert_to_megatron(source, target, dtype, options)
@@ -202,6 +204,18 @@ def main(argv: list[str]) -> int:
         unknown=unknown,
     )
     return 0
+
+
+def _print_unused_settings(source: "Pretrained", to: Target, options: ConvertOptions) -> None:
+    """Print which training settings of a Megatron checkpoint are not converted, if any is
+    converted, to standard error."""
+    from megalith.hf.megatron_checkpoint import MegatronCheckpoint
+
+    checkpoint = source.checkpoint
+    writes_settings = to in ("megalith", "megatron") and not options.weights_only
+    if isinstance(checkpoint, MegatronCheckpoint) and writes_settings:
+        for line in checkpoint.unused_settings:
+            print(f"{source.path}: {line}", file=sys.stderr)
 
 
 def convert_to_megatron(

@@ -49,6 +49,7 @@ UNSUPPORTED = (
     "--linear-attention-type",
     "--apply-residual-connection-post-layernorm",
     "--enable-mhc-connections",
+    "--mtp-hsm",
     "--mtp-hybrid-override-pattern",
     "--mtp-use-repeated-layer",
     "--hybrid-attention-ratio",

@@ -44,7 +44,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import locate_copied_tokenizer
-from megalith.errors import CheckpointError
+from megalith.errors import MAX_PROBLEMS, CheckpointError
 from megalith.hf.folder import CONFIG
 from megalith.hf.megatron_args import TranslatedArgs, translate_args
 from megalith.hf.megatron_legacy import read_legacy_folder
@@ -179,6 +179,9 @@ class MegatronCheckpoint(Checkpoint):
 
     progress_problem: str | None = None
     """Why its step and samples cannot be read, if they cannot."""
+
+    unused_settings: tuple[str, ...] = ()
+    """Why some of its training settings are not those of `run`, a message for each reason."""
 
     def require_progress(self, settings: str) -> None:
         """Check that a run can continue at its step; `settings` request it.
@@ -482,7 +485,39 @@ def open_megatron(path: Path, *, vocab_size: int | None = None) -> MegatronCheck
         sources=boxes.sources,
         tokenizer_problem=tokenizer_problem,
         progress_problem=problem,
+        unused_settings=tuple(_describe_unused_settings(translated, args)),
     )
+
+
+TRAINING_ARGS = (
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "iterations_to_skip",
+    "phase_transition_iterations",
+    "renormalize_blend_weights",
+    "fim_data",
+    "qk_clip",
+    "mtp_detach_heads",
+)
+"""Args of batches, data and loss that have no setting."""
+
+
+def _describe_unused_settings(translated: TranslatedArgs, args: Mapping[str, Any]) -> Iterable[str]:
+    """Yield why the settings of a run are not those of its args."""
+    if translated.run_problems:
+        reasons = "; ".join(translated.run_problems[:MAX_PROBLEMS])
+        what = "all settings" if translated.run is None else "some settings"
+        yield f"{what} of training are defaults, because args cannot be used: {reasons}"
+    unused = [
+        f"args.{name}={value!r:.60}"
+        for name in TRAINING_ARGS
+        if (value := args.get(name)) is not None and value is not False and value not in ("", [])
+    ]
+    if unused:
+        yield (
+            f"no setting corresponds to {', '.join(unused)}, so a run with config.yaml continues "
+            "without it"
+        )
 
 
 def _count_ranks(args: Mapping[str, Any]) -> int:

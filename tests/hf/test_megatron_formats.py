@@ -1,5 +1,6 @@
 """Legacy and zarr folders of Megatron, opened as checkpoints of ours."""
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,8 @@ def test_legacy_folders_are_opened_with_all_roles(
         "skipped_in_a_row": 0,
     }
     assert checkpoint.state["optimizer_updates"] == STEP
+    scale = {"scale": 1024.0, "growth_tracker": 0, "hysteresis_tracker": 0}
+    assert checkpoint.state.get("loss_scale") == (scale if optimizer == "replicated" else None)
     assert verify_megatron(path) == []
 
 
@@ -116,6 +119,23 @@ def test_weights_of_a_legacy_folder_do_not_need_its_optimizer_state(tmp_path: Pa
         checkpoint.with_optimizer()
     (problem,) = verify_megatron(path)
     assert "mp_rank_00_001/distrib_optim.pt" in problem
+
+
+def test_training_args_without_a_setting_are_named(tmp_path: Path) -> None:
+    changes = TRAINING | {"rampup_batch_size": ["2", "2", "8"], "qk_clip": False}
+    path = LegacyWriter(TIED, pp=1, changes=changes).write(tmp_path / "iter_0000009", None)
+    (unused,) = open_megatron(path).unused_settings
+    assert unused.startswith("no setting corresponds to args.rampup_batch_size=['2', '2', '8'], so")
+    for name, changed, text in (
+        ("b", {"optimizer": "lion"}, "some settings of training are defaults, .* --optimizer lion"),
+        ("d", {"lr": None}, "all settings of training are defaults, .* --lr is missing"),
+    ):
+        writer = LegacyWriter(TIED, pp=1, changes=TRAINING | changed)
+        path = writer.write(tmp_path / name / "iter_0000009", None)
+        (unused,) = open_megatron(path).unused_settings
+        assert re.match(text, unused)
+    path = LEGACY["tied"].write(tmp_path / "c" / "iter_0000009", None)
+    assert open_megatron(path).unused_settings == ()
 
 
 def test_optimizer_state_of_other_weights_is_rejected_and_weights_load(tmp_path: Path) -> None:
