@@ -163,10 +163,7 @@ def translate_args(
         CheckpointError: `args` is not a record of arguments. All other messages are in the result.
     """
     fields = read_fields(args)
-    word_list = ArgumentWords(drop_computed_fields(fields), [], [])
-    for flag in read_flag_table():
-        if _follows_checkpoint(flag):
-            word_list.add(flag)
+    word_list, training_problems = _collect_words(drop_computed_fields(fields))
     problems = [*word_list.problems, *_find_unsupported(word_list)]
     vocab = _find_vocabulary(word_list, tokenizer_vocab, problems)
     arguments = parse_arguments(word_list.words)
@@ -178,19 +175,20 @@ def translate_args(
     if not problems:
         model = _build_model(settings, problems)
     tokenizer, tokenizer_problem = _read_tokenizer(arguments)
-    run, run_problems = None, tuple(f"{problem:.1000}" for problem in problems)
+    run, run_problems = None, [*problems, *training_problems]
     if model is not None:
         extra = ["--vocab-size", str(model.vocab_size), "--padded-vocab-size"]
         extra.append(str(model.padded_vocab_size()))
         translation = translate([*word_list.words, *extra], name=name)
-        run, run_problems = translation.run, tuple(translation.refusals(strict=False))
+        run, run_problems = translation.run, list(translation.refusals(strict=False))
+        run_problems = [*training_problems, *run_problems]
         run = run if run is None else replace(run, model=model)
     return TranslatedArgs(
         model=model,
         tokenizer=tokenizer,
         tokenizer_problem=tokenizer_problem,
         run=run,
-        run_problems=run_problems,
+        run_problems=tuple(f"{problem:.1000}" for problem in run_problems),
         progress=_read_progress(fields, common or {}),
         problems=tuple(f"{problem:.1000}" for problem in problems),
         notes=tuple(
@@ -199,6 +197,25 @@ def translate_args(
         unknown=find_unknown_fields(fields),
         words=tuple(word_list.words),
     )
+
+
+def _collect_words(fields: Mapping[str, Any]) -> tuple[ArgumentWords, list[str]]:
+    """Return the words of all arguments of the model and its training, and the problems of those of
+    training: their words are left out, because they do not affect the model."""
+    word_list = ArgumentWords(fields, [], [])
+    training_problems: list[str] = []
+    for flag in read_flag_table():
+        if not _follows_checkpoint(flag):
+            continue
+        if any(one.startswith("model.") for one in flag.setting):
+            word_list.add(flag)
+            continue
+        own = ArgumentWords(fields, [], [])
+        own.add(flag)
+        problems = [*own.problems, *(parse_arguments(own.words).problems if own.words else ())]
+        training_problems += problems
+        word_list.words += [] if problems else own.words
+    return word_list, training_problems
 
 
 def _follows_checkpoint(flag: MegatronFlag) -> bool:

@@ -333,13 +333,17 @@ def _build_run(
 
 
 def _find_tokenizer(
-    translated: TranslatedArgs, vocab_size: int, path: Path
+    translated: TranslatedArgs, args: Mapping[str, Any], vocab_size: int, path: Path
 ) -> tuple[TokenizerConfig, str | None]:
     """Return the tokenizer that the arguments name, and why it is not available: then one without
     text."""
     without_text = TokenizerConfig(kind="null", vocab_size=vocab_size)
     if translated.tokenizer is None:
-        return without_text, None
+        kind = args.get("tokenizer_type")
+        return without_text, None if kind is None else (
+            f"args.tokenizer_type={kind!r:.60} names no tokenizer whose files are supported, so "
+            "text cannot be converted to tokens: set tokenizer.kind and tokenizer.path"
+        )
     tokenizer = locate_copied_tokenizer(translated.tokenizer, path)
     if tokenizer.path is None or Path(tokenizer.path).exists():
         return tokenizer, None
@@ -449,7 +453,7 @@ def open_megatron(path: Path, *, vocab_size: int | None = None) -> MegatronCheck
         folder.common.get("args"), common=folder.common, name="megatron", tokenizer_vocab=vocab_size
     )
     args, model = read_fields(folder.common.get("args")), translated.require_model(str(path))
-    tokenizer, tokenizer_problem = _find_tokenizer(translated, model.vocab_size, path)
+    tokenizer, tokenizer_problem = _find_tokenizer(translated, args, model.vocab_size, path)
     run = _build_run(translated, model, tokenizer, path)
     # the optimizer state is read on request: its problems do not affect the weights
     weights = {

@@ -258,6 +258,25 @@ def test_progress_is_read_from_the_arguments_and_the_common_state() -> None:
     assert huge.progress.checkpoint_version == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optimizer", "adam_mini"),
+        ("lr_decay_style", "cosine2"),
+        ("tokenizer_type", "QwenTokenizer"),
+        ("data_path", ["--x"]),
+        ("weight_decay", "x"),
+        ("clip_grad", math.nan),
+    ],
+)
+def test_arguments_of_training_do_not_affect_the_model(name: str, value: object) -> None:
+    expected = translate_args(ARGS | TRAINING)
+    translated = translate_args(ARGS | TRAINING | {name: value})
+    assert translated.problems == ()
+    assert translated.model == expected.model
+    assert any(name in text.replace("-", "_") for text in translated.run_problems)
+
+
 # --- untrusted values
 
 

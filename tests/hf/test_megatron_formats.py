@@ -135,7 +135,18 @@ def test_training_args_without_a_setting_are_named(tmp_path: Path) -> None:
         (unused,) = open_megatron(path).unused_settings
         assert re.match(text, unused)
     path = LEGACY["tied"].write(tmp_path / "c" / "iter_0000009", None)
-    assert open_megatron(path).unused_settings == ()
+    assert (open_megatron(path).unused_settings, open_megatron(path).warnings()) == ((), [])
+
+
+def test_unknown_tokenizer_and_optimizer_do_not_affect_the_weights(tmp_path: Path) -> None:
+    changes = TRAINING | {"tokenizer_type": "QwenTokenizer", "optimizer": "adam_mini"}
+    path = LegacyWriter(TIED, pp=1, changes=changes).write(tmp_path / "iter_0000009", None)
+    checkpoint = open_megatron(path)
+    assert checkpoint.read("model.norm.weight").shape == (8,)
+    (warning,) = checkpoint.warnings()
+    assert warning.startswith("args.tokenizer_type='QwenTokenizer' names no tokenizer")
+    (unused,) = checkpoint.unused_settings
+    assert "--optimizer adam_mini" in unused and "--tokenizer-type QwenTokenizer" in unused
 
 
 def test_optimizer_state_of_other_weights_is_rejected_and_weights_load(tmp_path: Path) -> None:
