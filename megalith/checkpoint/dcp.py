@@ -125,7 +125,7 @@ def read_dcp_folder(path: Path) -> MegatronFolder:
     _check_files(path, metadata)
     unwrap = detected == "torch_dist"
     objects = {key: _EntryReader(path, key, at, unwrap) for key, at in metadata.entries.items()}
-    common = _collect_common(path, detected, objects, metadata.paths)
+    common, optimizer_problem = _collect_common(path, detected, objects, metadata.paths)
     check_iteration(path, common)
     return MegatronFolder(
         path,
@@ -133,6 +133,7 @@ def read_dcp_folder(path: Path) -> MegatronFolder:
         {key: _build_tensor(path, key, stored) for key, stored in metadata.tensors.items()},
         common,
         {key: read for key, read in objects.items() if key != COMMON_ENTRY},
+        optimizer_problem,
     )
 
 
@@ -522,25 +523,33 @@ def _collect_common(
     detected: MegatronFormat,
     objects: Mapping[str, Callable[[], object]],
     paths: Mapping[str, tuple[str | int, ...]],
-) -> dict[str, Any]:  # values of parsed pickles
+) -> tuple[dict[str, Any], str | None]:  # values of parsed pickles
     """Return the state outside of tensors: `common.pt`, its byte entry, or the byte entries of a
-    folder that DCP wrote without Megatron's library."""
+    folder that DCP wrote without Megatron's library; and why that of the optimizer cannot be
+    read."""
     common = read_common(path)
     if common is None and COMMON_ENTRY in objects:
         common = check_common(objects[COMMON_ENTRY](), f"{path.name}/{COMMON_ENTRY}")
     if common is not None:
-        return common
+        return common, None
     if detected == "torch_dist":
         raise CheckpointError(
             f"{path} has neither {COMMON} nor the entry {COMMON_ENTRY}, which contain its "
             f"arguments. {COPY}"
         )
     nested: dict[str | int, Any] = {}
+    problem: str | None = None
     for key, read in objects.items():
         position = paths.get(key, (key,))
-        if not _SKIPPED_ENTRIES.match(key):
+        if _SKIPPED_ENTRIES.match(key):
+            continue
+        try:
             _insert(nested, position, read(), f"{path.name}/{layout.METADATA}")
-    return check_common(nested, str(path))
+        except CheckpointError as error:
+            if not key.startswith("optimizer."):
+                raise
+            problem = problem or str(error)  # does not affect the weights
+    return check_common(nested, str(path)), problem
 
 
 def _insert(

@@ -177,6 +177,9 @@ def assign_layers(
     [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     """
     layout = args.get("pipeline_model_parallel_layout")
+    # Megatron replaces the string by an object that contains it
+    state = getattr(layout, "state", None)
+    layout = state.get("input_data", layout) if isinstance(state, Mapping) else layout
     if layout is not None:
         return _assign_by_layout(args, layout, pp=pp, vpp=vpp)
     counts = _count_layers(args, pp=pp, vpp=vpp)

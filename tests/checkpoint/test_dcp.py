@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from megalith.checkpoint.chunks import MegatronFolder
 from megalith.checkpoint.dcp import COMMON_ENTRY, read_dcp_folder
 from megalith.checkpoint.iterations import detect_megatron_format, locate_iteration
-from megalith.checkpoint.safe_pickle import Record
+from megalith.checkpoint.safe_pickle import Record, parse_archive
 from megalith.errors import CheckpointError
 
 LOCAL_NAMES = (
@@ -178,6 +178,28 @@ def test_folder_without_metadata_json_is_read(tmp_path: Path, kind: str) -> None
     assert folder.common["iteration"] == 7
     assert folder.common["opt_param_scheduler"] == {"num_steps": 56}
     assert "rng_state" not in folder.common
+
+
+def test_damaged_optimizer_entry_does_not_affect_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {"param_groups": [{"lr": 0.5}]}
+    path = tmp_path / "iter_0000007"
+    save_dcp(path, {"model": {"w": torch.ones(2)}, "optimizer": groups, "iteration": 7})
+
+    def parse(data: memoryview, *, source: str) -> object:
+        if damaged in source:
+            raise CheckpointError(f"cannot read {source}: truncated. Copy it again.")
+        return parse_archive(data, source=source)
+
+    monkeypatch.setattr("megalith.checkpoint.dcp.parse_archive", parse)
+    damaged = "optimizer.param_groups"
+    folder = read_dcp_folder(path)
+    assert torch.equal(folder.tensors["model.w"].read(), torch.ones(2))
+    assert "optimizer.param_groups" in str(folder.optimizer_problem)
+    damaged = "(iteration)"
+    with pytest.raises(CheckpointError, match=r"\(iteration\): truncated"):
+        read_dcp_folder(path)
 
 
 @pytest.mark.filterwarnings("ignore")

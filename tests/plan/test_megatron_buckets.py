@@ -5,6 +5,7 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +130,14 @@ def test_layers_are_assigned_as_megatron_assigns_them() -> None:
         pipeline_model_parallel_layout="Et|t||tL",
     )
     assert by_layout == [[[0], []], [[1], [2]]]
+    # Megatron stores an object, PipelineParallelLayerLayout
+    stored = layers(
+        num_layers=3,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=SimpleNamespace(state={"input_data": "Et|t||tL"}),
+    )
+    assert stored == by_layout
 
 
 def test_malformed_args_are_named_with_their_value() -> None:
