@@ -411,9 +411,11 @@ def test_wrong_type_is_reported_with_path_and_expected_type(
 
 
 def choices(cls: type) -> list[tuple[type, str, list[Any], bool]]:
-    """(root, dotted name, choices, is it a list) of every setting that has them."""
+    """(root, dotted name, choices, is it a list) of every setting that has nothing else."""
     results = []
     for setting in describe(cls):
+        if bool in union_options(setting.hint):  # true, false or a choice: has a test of its own
+            continue
         many = next(
             (option for option in union_options(setting.hint) if is_sequence_type(option)), None
         )
@@ -456,6 +458,14 @@ def test_invalid_choice_is_reported_with_field_value_choices_and_the_nearest(
         )
         assert str(word) in line.split("Did you mean ")[1].split("?")[0]
         assert f" Use one of {', '.join(map(str, words))}" in line
+
+
+def test_word_that_is_neither_a_boolean_nor_a_choice_is_reported_with_the_nearest_choice() -> None:
+    with pytest.raises(ConfigError) as error:
+        from_dict(TrainRun, {"checkpoint": {"async_save": "autqo"}})
+    (line,) = [line for line in str(error.value).splitlines() if "async_save" in line]
+    assert "checkpoint.async_save=autqo: expected true or false or one of auto" in line
+    assert "Did you mean auto?" in line
 
 
 # --- overrides
