@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -66,6 +66,11 @@ takes less than a tenth of a second, about as long as starting a writer process.
 
 _WAIT_S = 0.002
 """Seconds between checks of the writer while this rank waits for it (heuristic)."""
+
+_AGREE_S = 5.0
+"""Seconds that a rank waits for its writer before it asks the other ranks for failures: much less
+than parallel.timeout_seconds, after which the ranks that wait for it would end the run
+(heuristic)."""
 
 _EXIT_S = 5.0
 """Seconds after which a process that does not end is given up (heuristic: the kernel ends a killed
@@ -121,25 +126,31 @@ def check_memory(entries: Sequence[CheckpointEntry], world: Group) -> MemoryChec
     return MemoryCheck(needed, free, max(each for _, each, _ in ranks))
 
 
+def list_module_folders() -> list[str]:
+    """Return the folders from which this process imports modules, in its order, so that another
+    process imports the same ones."""
+    package = str(Path(megalith.__file__).resolve().parent.parent)
+    return list(dict.fromkeys(os.path.abspath(folder) for folder in (*sys.path, package)))
+
+
 class WriterProcess:
     """Writer process of this rank, and the socket to it."""
 
     def __init__(self, region: StagingRegion, settings: WriterSettings) -> None:
         rank_socket, writer_socket = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        package = str(Path(megalith.__file__).resolve().parent.parent)
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         arguments = [writer_socket.fileno(), region.fd, region.nbytes, os.getpid()]
         limits = [settings.threads, settings.drain_seconds]
         with writer_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megalith.checkpoint.writer"]
+                # -P: a file in the working folder, such as socket.py, hides no module
+                [sys.executable, "-P", "-m", "megalith.checkpoint.writer"]
                 + [str(each) for each in (*arguments, *limits)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 pass_fds=(writer_socket.fileno(), region.fd),
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(list_module_folders())},
                 start_new_session=True,  # a signal to the group of the ranks does not end it
             )
         self._connection = Connection(rank_socket.detach())
@@ -234,6 +245,13 @@ class _PendingSave:
         if self.is_committing:
             return self.committed is not None or self.snapshot.rank != 0
         return self.written is not None
+
+    def describe_state(self) -> Literal["unfinished", "finished", "failed"]:
+        """Return the state of this rank's part of the current phase."""
+        is_finished = self.is_finished  # before `failure`, which the staging thread may set
+        if self.failure is not None:
+            return "failed"
+        return "finished" if is_finished else "unfinished"
 
 
 class AsyncSaver:
@@ -390,6 +408,8 @@ class AsyncSaver:
             pending.staged_seconds = time.monotonic() - started
             commit = None
             if self._world.rank == 0:
+                if not self._metadata:
+                    raise CheckpointError("The contents of .metadata could not be computed.")
                 state, config, auxiliary_files = texts
                 contents = FolderTexts(self._metadata, state, config, auxiliary_files, versions())
                 commit = CommitJob(contents, retention, self._world.size)
@@ -451,14 +471,17 @@ class AsyncSaver:
         self.wait_staged()
         started = time.monotonic()
         while True:
-            while not pending.is_finished:
+            deadline = time.monotonic() + _AGREE_S
+            while not pending.is_finished and time.monotonic() < deadline:
                 time.sleep(_WAIT_S)
                 self._poll(pending)
-            is_failed = gather_objects(pending.failure is not None, self._world)
+            states = gather_objects(pending.describe_state(), self._world)
             pending.blocked_seconds += time.monotonic() - started
             started = time.monotonic()
-            if any(is_failed):
+            if "failed" in states:
                 return self._fail(pending)
+            if "unfinished" in states:
+                continue
             if pending.is_committing:
                 return self._finish(pending)
             self._start_commit(pending)

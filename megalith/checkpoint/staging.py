@@ -7,6 +7,7 @@ import os
 import pickle
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
@@ -138,6 +139,8 @@ class StagingRegion:
         """
         self.nbytes, self._device = max(1, nbytes), device
         self.fd = _create_shared_file(self.nbytes)
+        # also closed if an error or a writer that does not end prevents `close`
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
         self._map = mmap.mmap(self.fd, self.nbytes)
         self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._array = self._tensor.numpy()
@@ -201,7 +204,7 @@ class StagingRegion:
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
             self._is_pinned = False
-        os.close(self.fd)
+        self._close_fd()
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

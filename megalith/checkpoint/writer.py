@@ -326,6 +326,7 @@ class CheckpointWriter:
             job.staging, job.step, tensors, files, commit.texts, world_size=len(parts)
         )
         nbytes = sum(file.nbytes for file in manifest.files.values())
+        self._report(WriteProgress())
         removed = commit.retention.delete_old(path.parent) if apply_retention else []
         self._report(Committed(path, nbytes, tuple(removed)))
 

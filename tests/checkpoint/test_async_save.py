@@ -1,6 +1,7 @@
 """Asynchronous saves: every file equals that of a synchronous save, whatever is written to the
 tensors meanwhile, and a lost writer process costs one save only."""
 
+import gc
 import os
 import resource
 import signal
@@ -259,6 +260,54 @@ def test_unresponsive_writer_fails_the_save_and_is_replaced(
     saver.close()
     assert isinstance(report, SaveReport)
     assert contents(report.path) == contents(expected)
+
+
+def test_failure_of_another_rank_ends_the_wait_for_the_own_writer(
+    tmp_path: Path,
+    saver: AsyncSaver,
+    entries: list[CheckpointEntry],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the other ranks wait in a collective for as long as this rank for its writer, and
+    end the run after parallel.timeout_seconds."""
+    os.kill(wait_for_writer(saver), signal.SIGSTOP)
+    begin(saver, tmp_path, 1, entries)
+    sent: list[object] = []
+
+    def gather(value: object, group: Group) -> list[object]:
+        sent.append(value)
+        return [value, "unfinished" if len(sent) < 3 else "failed"]
+
+    monkeypatch.setattr(async_save, "gather_objects", gather)
+    monkeypatch.setattr(async_save, "_AGREE_S", 0.01)
+    with pytest.raises(AssertionError, match="a rank has failed"):  # the real group has no failure
+        saver.drain()
+    assert sent == ["unfinished"] * 3
+
+
+def test_writer_imports_the_modules_of_its_rank(
+    tmp_path: Path, entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules in the working folder, or in PYTHONPATH changed since the rank began, are others."""
+    for name in ("socket.py", "megalith.py", "logging.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported from the working folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    saver = AsyncSaver(entries, ALONE, CPU)
+    try:
+        assert isinstance(save(saver, tmp_path / "out", 1, entries), SaveReport)
+    finally:
+        saver.close()
+
+
+def test_memory_is_freed_without_close() -> None:
+    region = staging.StagingRegion(4096, CPU)
+    fd = region.fd
+    os.fstat(fd)
+    del region
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_full_disk_fails_the_save_and_the_next_one_succeeds(
