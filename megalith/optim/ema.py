@@ -31,6 +31,10 @@ class WeightEMA:
         ]
         """The average of each slot."""
 
+        self.earlier_updates = 0
+        """Updates of the run before the optimizer's state was reset, which the optimizer does not
+        count."""
+
     @torch.no_grad()
     def reset(self) -> None:
         """Set the averages to the master weights, as before the first update."""
@@ -39,6 +43,7 @@ class WeightEMA:
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
         """Update the averages after the optimizer's update number `num_updates` (from 1)."""
+        num_updates += self.earlier_updates
         if not self.averages:
             return
         if num_updates <= self.config.start_step:

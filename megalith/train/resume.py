@@ -607,6 +607,10 @@ class PreparedRun:
         ):
             self.trainer.loss_scale.load(saved.state["loss_scale"])
         all_gather_loaded_params(self.trainer)
+        if self.trainer.ema is not None:
+            self.trainer.ema.earlier_updates = (
+                self.state.step - self.state.skipped - self.trainer.optimizer.updates
+            )
         self._start_ema(saved, is_loaded=not resets_optimizer)
         return fresh
 

@@ -184,6 +184,24 @@ def test_average_is_saved_without_optimizer_state(tmp_path: Path) -> None:
         train(tmp_path, SHORT)
 
 
+def test_start_step_counts_updates_before_a_reset_of_the_optimizer(tmp_path: Path) -> None:
+    settings = SHORT | {
+        "precision.params": "bf16",
+        "checkpoint.save_optimizer": "false",
+        "checkpoint.missing_keys": "warn",
+        "train.ema.start_step": "1",
+        "train.ema.decay": "0.9999",
+    }
+    train(tmp_path, settings | {"train.steps": "3"})
+    train(tmp_path, settings)
+    before, after = stored(tmp_path, 3, "optimizer.ema."), stored(tmp_path, 4, "optimizer.ema.")
+    for key, value in after.items():
+        weight = stored(tmp_path, 4, f"model.{key.removeprefix('optimizer.ema.')}")
+        (weights,) = (each for name, each in weight.items() if name.endswith(key[14:]))
+        change = (value - before[key]).abs().max()
+        assert change < 0.1 * (weights.float() - before[key]).abs().max(), key
+
+
 def test_role_ema_reads_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "run", SHORT | {"precision.params": "bf16"})
     path = tmp_path / "run" / "checkpoints" / "step_0000004"
