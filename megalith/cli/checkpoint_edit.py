@@ -202,7 +202,8 @@ def prune(argv: list[str]) -> int:
     if options.dry_run:
         removed = retention.select_old(folder)
     else:
-        with lock_run(folder.parent if folder.name == "checkpoints" else folder):
+        path = folder.absolute()  # "." is the checkpoints folder if that is the working folder
+        with lock_run(path.parent if path.name == "checkpoints" else path):
             removed = retention.delete_old(folder)
     if options.json:
         names = [path.name for path in removed]
@@ -313,11 +314,11 @@ def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
             f"--decay={decay} must be at least 0 and less than 1. Use for example --decay 0.9."
         )
     weights = parse_weights(options.weights, num) or [1.0] * num
-    if min(weights) < 0 or sum(weights) <= 0:
+    if min(weights) < 0 or not 0 < sum(weights) < math.inf:
         raise ConfigError(
-            f"--weights={options.weights}: weights of an average must not be negative, and one "
-            f"must be positive. Use for example --weights {','.join(['1'] * num)}, or `megalith "
-            "checkpoint merge` to subtract models."
+            f"--weights={options.weights}: weights of an average must not be negative, and "
+            "their sum must be positive and finite. Use for example --weights "
+            f"{','.join(['1'] * num)}, or `megalith checkpoint merge` to subtract models."
         )
     from megalith.posttrain.average import decay_coefficients, normalize_coefficients
 

@@ -408,6 +408,12 @@ def _write_batch(
                 values = output.read(box)
                 for key, dtype in output.keys:
                     values = values.to(dtype)
+                    if not bool(torch.isfinite(values).all()):
+                        raise CheckpointError(
+                            f"{key}: the result has NaN or infinite elements in "
+                            f"{show_dtype(dtype)}. Use other checkpoints, or smaller weights or a "
+                            "smaller scale."
+                        )
                     boxes[key].append(file.add(box, [values]))
             for key, dtype in output.keys:
                 name = show_dtype(dtype)

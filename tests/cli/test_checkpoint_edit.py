@@ -92,14 +92,18 @@ def test_prune_keeps_the_newest_checkpoint_before_skipped_steps(run: Path) -> No
     assert steps(run) == [8, 12], "step 9 was the last update"
 
 
-def test_prune_reports_invalid_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_reports_invalid_input(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert call("prune", run, "--keep", 0, "--every", 0) == 2
     error = capsys.readouterr().err
     assert "--keep=0 must be at least 1. Use for example --keep 3." in error
     assert "--every=0 must be at least 1. Use for example --every 1000." in error
     with lock_run(run):
         assert call("prune", run, "--keep", 1) == 2
-    assert str(run) in capsys.readouterr().err
+        monkeypatch.chdir(run / "checkpoints")
+        assert call("prune", ".", "--keep", 1) == 2
+    assert capsys.readouterr().err.count(f"{run} is in use by process") == 2
     assert steps(run) == [2, 4, 6, 8, 10]
 
 

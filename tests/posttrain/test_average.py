@@ -255,6 +255,14 @@ def test_nan_in_a_source_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_result_that_overflows_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    paths = [make_checkpoint(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    models = open_models([str(path) for path in paths])
+    with pytest.raises(CheckpointError, match="the result has NaN or infinite elements in float32"):
+        write_weights(tmp_path / "out", average_models(models, [1e300, 1.0]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_command_reports_invalid_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [make_checkpoint(tmp_path / "a", 1), make_checkpoint(tmp_path / "b", 2, roles=())]
     a, b = map(str, paths)
@@ -265,6 +273,7 @@ def test_command_reports_invalid_input(tmp_path: Path, capsys: pytest.CaptureFix
         ([out, a, b, "--weights", "1,x"], "--weights=1,x: 'x' is not a finite number"),
         ([out, a, b, "--weights", "0,0"], "--weights=0,0: weights of an average must not be"),
         ([out, a, b, "--weights=2,-1"], "--weights=2,-1: weights of an average must not be"),
+        ([out, a, b, "--weights=1e308,1e308"], "must be positive and finite. Use for example"),
         ([out, a, b, "--decay", "1"], "--decay=1.0 must be at least 0 and less than 1"),
         ([out, a, b, "--decay", "0.9", "--weights", "1,1"], "Use one of them."),
         ([out, a, b, "--moments"], f"{paths[1]} lacks optimizer.exp_avg.embed.weight"),
