@@ -375,6 +375,7 @@ def main(arguments: Sequence[str]) -> None:
         Connection(socket), memoryview(memory), rank_pid, num_files, float(arguments[5])
     )
     logging.basicConfig(handlers=[_ReportHandler(writer)], level=logging.INFO)
+    logging.captureWarnings(capture=True)  # such as a file system without fsync
     writer.run()
 
 

@@ -100,6 +100,7 @@ class _Composer:
                 continue
             name = join_path(section, str(key))
             if isinstance(value, dict):
+                self.sources.pop(name, None)  # of a single value that the section replaces
                 own[key] = self._expand_section(value, path, name, parents)
             else:
                 self._forget(name)
@@ -111,7 +112,7 @@ class _Composer:
         """Return the names of the files that a section includes."""
         names = data.get(INCLUDE, [])
         names = [names] if isinstance(names, str) else names
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list) or not all(map(_is_file_name, names)):
             where = join_path(section, INCLUDE)
             self.problems.append(
                 f"{where}={data[INCLUDE]!r:.60} in {path} must be the name of a YAML file, or a "
@@ -119,7 +120,7 @@ class _Composer:
             )
             return []
         expanded = [
-            self._expand_text(name, path, join_path(section, INCLUDE), {}) for name in names
+            self._expand_text(str(name), path, join_path(section, INCLUDE), {}) for name in names
         ]
         return [name for name in expanded if "${" not in name]
 
@@ -175,6 +176,10 @@ class _Composer:
             return match[0]
 
         return _VARIABLE.sub(replace_variable, text)
+
+
+def _is_file_name(name: Plain) -> bool:
+    return isinstance(name, str) and "\0" not in name
 
 
 def _merge(base: Mapping[str, Plain], over: Mapping[str, Plain]) -> dict[str, Plain]:

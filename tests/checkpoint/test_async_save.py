@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megalith import storage
-from megalith.checkpoint import async_save, commit, staging
+from megalith.checkpoint import async_save, commit, lock, staging
 from megalith.checkpoint.async_save import AsyncSaver, WriterSettings, check_memory
 from megalith.checkpoint.commit import Retention, remove_leftovers
 from megalith.checkpoint.format import CheckpointEntry
@@ -393,28 +393,36 @@ def test_cleanup_leaves_a_folder_that_a_writer_completes_at_the_same_time(
 BEGIN_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from tests.checkpoint.test_async_save import ALONE, CPU, AsyncSaver, begin, build_entries, change
+from tests.checkpoint.test_async_save import (
+    ALONE, CPU, AsyncSaver, Retention, build_entries, change
+)
 
 entries = build_entries()
 change(entries, 1)
 saver = AsyncSaver(entries, ALONE, CPU)
-begin(saver, Path(sys.argv[1]), 7, entries)
+saver.begin(
+    Path(sys.argv[1]), 7, entries, {"step": 7}, config_text="a: 1\\n", retention=Retention(1)
+)
 saver._pending.stage.result()
+print(saver.writer_pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_writer_completes_a_staged_save_after_its_rank_was_killed(tmp_path: Path) -> None:
-    died = subprocess.run([sys.executable, "-c", BEGIN_AND_DIE, str(tmp_path)], check=False)
+    older = save_sync(tmp_path, 3, build_entries(), ALONE)
+    words = [sys.executable, "-c", BEGIN_AND_DIE, str(tmp_path)]
+    died = subprocess.run(words, check=False, stdout=subprocess.PIPE)
     assert died.returncode == -signal.SIGKILL
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (tmp_path / "latest").exists():
+    while lock._started(int(died.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     entries = build_entries()
     change(entries, 1)
     expected = save_sync(tmp_path / "sync", 7, entries, ALONE)
     assert contents(tmp_path / "step_0000007") == contents(expected)
+    assert older.exists(), "the next run may load it, so the writer does not apply retention"
 
 
 def _save_on_ranks(rank: int, world: int, folder: Path) -> list[str]:

@@ -95,9 +95,10 @@ def test_files_that_include_themselves_or_do_not_exist_are_rejected(base: Path) 
     file = write(base, "run.yaml", "include: bas.yaml\n")
     with pytest.raises(ConfigError, match=r"bas\.yaml: no such file.*base\.yaml"):
         load(file)
-    file = write(base, "run.yaml", "include: {a: 1}\n")
-    with pytest.raises(ConfigError, match="must be the name of a YAML file, or a list"):
-        load(file)
+    for include in ("{a: 1}", '"a\\0b"', "[1]"):
+        file = write(base, "run.yaml", f"include: {include}\n")
+        with pytest.raises(ConfigError, match="must be the name of a YAML file, or a list"):
+            load(file)
 
 
 def test_includes_are_bounded(base: Path) -> None:
@@ -130,6 +131,12 @@ def test_each_value_has_its_source(base: Path) -> None:
     assert sources["train.global_batch_size"] == str(base / "base.yaml")
     assert sources["train.steps"] == str(file)
     assert sources["schedule.lr"] == f"{file}, environment variable LR"
+    write(base, "unset.yaml", "train: {ema: none, steps: 5}\n")
+    file = write(base, "run.yaml", "include: unset.yaml\ntrain: {ema: {decay: 0.9}}\n")
+    assert compose(file, TrainRun, {}).sources == {
+        "train.steps": str(base / "unset.yaml"),
+        "train.ema.decay": str(file),
+    }
 
 
 def test_traced_settings_of_a_recipe_name_recipe_command_line_and_default() -> None:
