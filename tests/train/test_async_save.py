@@ -166,6 +166,22 @@ def test_rollback_restores_the_save_that_was_in_flight(tmp_path: Path) -> None:
     assert "step 5: rolled back to the checkpoint of step 4" in log
 
 
+class SkipLater(Callback):
+    """Skips the updates of all steps from 5 on."""
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def before_step(self, step: int, batches: Any) -> None:
+        if step >= 5:
+            self.run.request(StepRequest.SKIP)
+
+
+def test_checkpoint_before_skipped_steps_is_not_deleted(tmp_path: Path) -> None:
+    train(tmp_path, ASYNC | {"checkpoint.keep": "1", "train.steps": "9"}, SkipLater())
+    assert list(hashes(tmp_path)) == ["step_0000004", "step_0000009"]
+
+
 def test_small_saves_are_synchronous_by_default(tmp_path: Path) -> None:
     train(tmp_path, {})
     assert "staged in" not in (tmp_path / "log.txt").read_text()
