@@ -492,6 +492,8 @@ class AsyncSaver:
         pending = self._pending
         if pending is not None and pending.stage is not None:
             concurrent.futures.wait([pending.stage], _EXIT_S)
+            if self._writer is not None and pending.copied.is_set() and not pending.stage.done():
+                self._writer.kill()  # it does not receive the job
         self._region.stop()
         self._thread.shutdown(wait=not failed, cancel_futures=True)
         if self._writer is not None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,23 @@ def test_failure_of_another_rank_ends_the_wait_for_the_own_writer(
     with pytest.raises(AssertionError, match="a rank has failed"):  # the real group has no failure
         saver.drain()
     assert sent == ["unfinished"] * 3
+
+
+def test_error_does_not_wait_for_an_unresponsive_writer(
+    tmp_path: Path, entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is larger than the buffer of the socket, so that sending it does not end; a thread
+    that does not end would prevent the exit of the process."""
+    monkeypatch.setattr(async_save, "_EXIT_S", 0.2)
+    saver = AsyncSaver(entries, ALONE, CPU)
+    os.kill(wait_for_writer(saver), signal.SIGSTOP)
+    state = {"text": "a" * 2**22}
+    saver.begin(tmp_path, 1, entries, state, config_text="", retention=Retention(None))
+    pending = saver._pending
+    assert pending is not None and pending.stage is not None
+    pending.copied.wait()
+    saver.close(failed=True)
+    assert futures.wait([pending.stage], 10).done, "the staging thread has not ended"
 
 
 def test_writer_imports_the_modules_of_its_rank(
