@@ -155,7 +155,7 @@ def _section_arguments(section: Mapping[str, Plain], problems: list[str]) -> dic
     }
     if "activation_func" in section:
         activation, gated = section["activation_func"], section.get("gated_linear_unit")
-        if activation not in _ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             problems.append(
                 f"language_model.activation_func={activation!r:.60}: expected one of "
                 f"{', '.join(_ACTIVATIONS)}."

@@ -121,6 +121,7 @@ def test_other_arguments_override_the_file(file: Path) -> None:
         ("num_layers: 4", "num_layers: x", "num_layers='x': expected a whole number"),
         ("num_layers: 4", "num_layerz: 4", "num_layerz: Megatron has no such argument"),
         ("activation_func: swiglu", "activation_func: tanh", "expected one of swiglu, squaredrelu"),
+        ("activation_func: swiglu", "activation_func: [swiglu]", "expected one of swiglu"),
         (
             "activation_func: swiglu",
             "activation_func: gelu\n  gated_linear_unit: true",
