@@ -1,5 +1,5 @@
-"""Arguments of Megatron-LM's training script as stored values (in checkpoints and YAML files),
-and as words of a command line."""
+"""Arguments of Megatron-LM's training script: values stored in checkpoints and YAML files, and the
+same arguments as words of a command line."""
 
 import math
 from collections.abc import Mapping
@@ -167,7 +167,7 @@ class ArgumentWords:
         expected = {"int": "a whole number", "float": "a number"}.get(flag.type, "text")
         is_plain = all(isinstance(one, str | int | float) for one in items)
         if flag.type == "int":
-            is_plain = all(is_whole(one) for one in items) and not isinstance(value, list | tuple)
+            is_plain = all(is_integer(one) for one in items) and not isinstance(value, list | tuple)
         elif flag.type == "float":
             is_plain = isinstance(value, int | float) and not isinstance(value, bool)
             is_plain = is_plain and math.isfinite(value)  # type: ignore[arg-type]  # checked above
@@ -211,7 +211,8 @@ class ArgumentWords:
         return False
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Return whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

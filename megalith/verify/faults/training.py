@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.checkpoint import load, save
 from megalith.checkpoint.format import CheckpointEntry, TensorPiece
-from megalith.checkpoint.load import Checkpoint
+from megalith.checkpoint.load import Checkpoint, WeightsRole
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.layer import MTPBlock, MTPInputs, MTPLayer
 from megalith.optim import optimizers
@@ -440,12 +440,17 @@ SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 
 
 @replaces(Checkpoint, "_source", "dp", everywhere=True)
-def moments_swapped_on_load(original: Original, self: Checkpoint, entry: CheckpointEntry) -> str:
+def moments_swapped_on_load(
+    original: Original,
+    self: Checkpoint,
+    entry: CheckpointEntry,
+    weights_role: WeightsRole = "param",
+) -> str:
     """Loading a checkpoint swaps exp_avg and exp_avg_sq."""
     role = SWAPPED_MOMENTS.get(entry.role, entry.role)
     if role != entry.role:
         entry = CheckpointEntry(entry.shard, role, entry.tensor, entry.is_writer)
-    source: str = original(self, entry)
+    source: str = original(self, entry, weights_role)
     return source
 
 
