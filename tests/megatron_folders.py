@@ -1,4 +1,4 @@
-"""Megatron folders in memory, made from checkpoints of ours by the rules in reverse."""
+"""Megatron folders in memory, made from Megalith checkpoints by the rules in reverse."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -106,8 +106,8 @@ class MegatronFolder:
     """Names as in the files (`decoder.layers.mlp.linear_fc1.weight`, [L, 2f, h])."""
 
     common: Mapping[str, Any]  # values of a parsed pickle
-    """State outside of tensors: `args`, `iteration`, `checkpoint_version`, `optimizer`,
-    `opt_param_scheduler`, `content_metadata`; records of `safe_pickle`."""
+    """Non-tensor state (Megatron's common state): `args`, `iteration`, `checkpoint_version`,
+    `optimizer`, `opt_param_scheduler`, `content_metadata`; records of `safe_pickle`."""
 
     objects: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Pickled entries by key (`optimizer.distributed…/shard_0_1`), parsed on request."""

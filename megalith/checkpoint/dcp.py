@@ -45,7 +45,7 @@ _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 """Field of `mcore_data`: shape of a tensor that is stored as flat ranges."""
 
 _SKIPPED_ENTRIES = re.compile(r"rng_state|rerun_state_machine|.*_extra_state")
-"""Byte entries that are not state outside of tensors: random state, buffers of fp8 recipes."""
+"""Byte entries that are skipped: random state, fp8 state of Transformer Engine."""
 
 _DATA_SUFFIX = ".distcp"
 _MAX_DIMS = 16
@@ -53,7 +53,8 @@ _MAX_DIMS = 16
 
 _MAX_NUMEL = 2**60
 _MAX_AGE_SECONDS = 3600
-"""Difference in age of data files that is reported. Heuristic: one save takes minutes."""
+"""Difference between the modification times of data files that is reported. Heuristic: one save
+takes minutes."""
 
 _MAX_SHOWN = 5
 """Maximum number of files or problems that a message lists. Heuristic."""
@@ -172,13 +173,15 @@ def _parse_metadata(content: object) -> _Metadata:
     Raises:
         ValueError: a value has another type, is out of bounds, or is missing.
     """
-    state = _state(content, "Metadata")
+    state = _read_attributes(content, "Metadata")
     tensors: dict[str, _StoredTensor] = {}
     entries: dict[str, _Location] = {}
-    locations = dict(_parse_locations(_dict(state.get("storage_data"), "storage_data")))
+    locations = dict(_parse_locations(_require_dict(state.get("storage_data"), "storage_data")))
     reshaped = state.get("mcore_data")
-    reshaped = {} if reshaped is None else _dict(reshaped, "mcore_data")
-    for key, value in _dict(state.get("state_dict_metadata"), "state_dict_metadata").items():
+    reshaped = {} if reshaped is None else _require_dict(reshaped, "mcore_data")
+    for key, value in _require_dict(
+        state.get("state_dict_metadata"), "state_dict_metadata"
+    ).items():
         if not isinstance(key, str):
             raise ValueError(f"a key of state_dict_metadata is {_show(key)}, expected a name")
         if _is_record(value, "BytesStorageMetadata"):
@@ -193,22 +196,22 @@ def _parse_locations(
 ) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], _Location]]:
     """Yield (key, offset of the chunk) and its bytes, for each entry of `storage_data`."""
     for index, info in content.items():
-        position = _state(index, "MetadataIndex")
+        position = _read_attributes(index, "MetadataIndex")
         key, offset = position.get("fqn"), position.get("offset")
         if not isinstance(key, str):
             raise ValueError(f"an index of storage_data is {_show(key)}, expected a name")
-        place = _state(info, "_StorageInfo")
-        if place.get("transform_descriptors"):
+        storage_info = _read_attributes(info, "_StorageInfo")
+        if storage_info.get("transform_descriptors"):
             raise ValueError(
-                f"{key} is stored with {_show(place['transform_descriptors'])}; "
+                f"{key} is stored with {_show(storage_info['transform_descriptors'])}; "
                 "compressed entries are not read"
             )
-        file = place.get("relative_path")
+        file = storage_info.get("relative_path")
         if not isinstance(file, str) or not _is_file_name(file):
             raise ValueError(f"{key} is in file {_show(file)}, expected a name in the folder")
-        (start,) = _naturals([place.get("offset")], f"position of {key}")
-        (nbytes,) = _naturals([place.get("length")], f"length of {key}")
-        at = None if offset is None else _naturals(offset, f"index of {key}")
+        (start,) = _require_sizes([storage_info.get("offset")], f"position of {key}")
+        (nbytes,) = _require_sizes([storage_info.get("length")], f"length of {key}")
+        at = None if offset is None else _require_sizes(offset, f"index of {key}")
         yield (key, at), _Location(file, start, nbytes)
 
 
@@ -238,19 +241,19 @@ def _parse_tensor(
     reshaped: object,
 ) -> _StoredTensor:
     """Return the checked description of one tensor."""
-    state = _state(value, "TensorStorageMetadata", key)
-    dtype = _state(state.get("properties"), "TensorProperties", key).get("dtype")
+    state = _read_attributes(value, "TensorStorageMetadata", key)
+    dtype = _read_attributes(state.get("properties"), "TensorProperties", key).get("dtype")
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
         raise ValueError(f"{_shorten(key)} is of dtype {_show(dtype)}, which is not read")
-    shape = _naturals(state.get("size"), f"shape of {key}")
+    shape = _require_sizes(state.get("size"), f"shape of {key}")
     chunks = state.get("chunks")
     if not isinstance(chunks, (list, tuple)):
         raise ValueError(f"chunks of {_shorten(key)} are {_show(chunks)}, expected a list")
     stored = []
     for chunk in chunks:
-        fields = _state(chunk, "ChunkStorageMetadata", key)
-        offset = _naturals(fields.get("offsets"), f"offset of {key}", len(shape))
-        sizes = _naturals(fields.get("sizes"), f"size of {key}", len(shape))
+        fields = _read_attributes(chunk, "ChunkStorageMetadata", key)
+        offset = _require_sizes(fields.get("offsets"), f"offset of {key}", len(shape))
+        sizes = _require_sizes(fields.get("sizes"), f"size of {key}", len(shape))
         box = tuple((start, start + size) for start, size in zip(offset, sizes, strict=True))
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise ValueError(f"chunk {show_box(box)} of {_shorten(key)} is outside {list(shape)}")
@@ -270,8 +273,8 @@ def _parse_tensor(
 def _parse_true_shape(key: str, reshaped: object, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a tensor that is stored as [X/x, Y/y, …, x·y·…] flat ranges."""
     fields = reshaped.state if isinstance(reshaped, Record) else reshaped
-    content = _dict(fields, f"mcore_data of {key}")
-    true_shape = _naturals(content.get(_TRUE_SHAPE), f"{_TRUE_SHAPE} of {key}")
+    content = _require_dict(fields, f"mcore_data of {key}")
+    true_shape = _require_sizes(content.get(_TRUE_SHAPE), f"{_TRUE_SHAPE} of {key}")
     grid = shape[:-1]
     if (
         len(grid) != len(true_shape)
@@ -303,7 +306,7 @@ def _is_record(value: object, class_name: str) -> bool:
     return isinstance(value, Record) and value.name.rpartition(".")[2] == class_name
 
 
-def _state(value: object, class_name: str, key: str = "") -> Mapping[str, object]:
+def _read_attributes(value: object, class_name: str, key: str = "") -> Mapping[str, object]:
     """Return the attributes of a record of DCP; Megatron's subclass has `MCore` before its name."""
     if _is_record(value, class_name) or _is_record(value, f"MCore{class_name}"):
         return cast(Record, value).state
@@ -311,13 +314,13 @@ def _state(value: object, class_name: str, key: str = "") -> Mapping[str, object
     raise ValueError(f"found {_show(value)}{of}, expected {class_name}")
 
 
-def _dict(value: object, what: str) -> Mapping[Any, object]:  # keys are checked by the caller
+def _require_dict(value: object, what: str) -> Mapping[Any, object]:  # keys: see the caller
     if isinstance(value, dict):
         return value
     raise ValueError(f"{_shorten(what)} is {_show(value)}, expected a dict")
 
 
-def _naturals(value: object, what: str, count: int | None = None) -> tuple[int, ...]:
+def _require_sizes(value: object, what: str, count: int | None = None) -> tuple[int, ...]:
     """Return the value after checking that it is a short sequence of integers from 0 on."""
     if (
         not isinstance(value, (tuple, list))
@@ -355,12 +358,12 @@ def _check_files(path: Path, metadata: _Metadata) -> None:
     """
     needed: dict[str, int] = {}
     counts: dict[str, int] = {}
-    places = [(at.file, at) for at in metadata.entries.values()]
+    locations = [(at.file, at) for at in metadata.entries.values()]
     for tensor in metadata.tensors.values():
-        places += [(chunk.location.file, chunk.location) for chunk in tensor.chunks]
+        locations += [(chunk.location.file, chunk.location) for chunk in tensor.chunks]
         for file in {chunk.location.file for chunk in tensor.chunks}:
             counts[file] = counts.get(file, 0) + 1
-    for file, at in places:
+    for file, at in locations:
         needed[file] = max(needed.get(file, 0), at.offset + at.nbytes)
     problems = []
     times = []
@@ -385,7 +388,7 @@ def _check_files(path: Path, metadata: _Metadata) -> None:
 
 
 def _report_files(path: Path, needed: set[str], times: list[float]) -> None:
-    """Log data files that are not needed, and data files of very different age."""
+    """Log data files that are not needed, and large differences between modification times."""
     unused = [
         name
         for name in storage.list_names(path)
@@ -472,16 +475,16 @@ class _ChunkReader:
 
     def __call__(self) -> Tensor:
         at, shape = self.chunk.location, lengths(self.chunk.box)
-        place = (
+        source = (
             f"{self.path / at.file}: the {at.nbytes:,} bytes from {at.offset:,} on "
             f"({_shorten(self.key)} {show_box(self.chunk.box)})"
         )
-        tensor = parse_archive(_map_entry(self.path, at, place), source=place)
+        tensor = parse_archive(_map_entry(self.path, at, source), source=source)
         if not isinstance(tensor, ArchiveTensor):
-            raise CheckpointError(f"{place} hold {_show(tensor)}, expected a tensor. {COPY}")
+            raise CheckpointError(f"{source} hold {_show(tensor)}, expected a tensor. {COPY}")
         if (tensor.shape, tensor.dtype) != (shape, self.dtype):
             raise CheckpointError(
-                f"{place} hold {list(tensor.shape)} {tensor.dtype}; expected {list(shape)} "
+                f"{source} hold {list(tensor.shape)} {tensor.dtype}; expected {list(shape)} "
                 f"{self.dtype}. {COPY}"
             )
         return tensor.read()
@@ -504,18 +507,18 @@ class _EntryReader:
         return cast(list[object], value)[0] if wrapped else value
 
 
-def _map_entry(path: Path, at: _Location, place: str) -> memoryview:
-    """Memory-map the bytes of an entry; `place` names them in errors."""
+def _map_entry(path: Path, at: _Location, source: str) -> memoryview:
+    """Memory-map the bytes of an entry; `source` names them in errors."""
     try:
         data = storage.mapped(path / at.file, at.offset, at.nbytes)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{place} cannot be read ({error}). {COPY}") from error
+        raise CheckpointError(f"{source} cannot be read ({error}). {COPY}") from error
     if len(data) != at.nbytes:
-        raise CheckpointError(f"{place}: the file ends after {len(data):,} of them. {COPY}")
+        raise CheckpointError(f"{source}: the file ends after {len(data):,} of them. {COPY}")
     return data
 
 
-# --- state outside of tensors
+# --- non-tensor state
 
 
 def _collect_common(
@@ -524,7 +527,7 @@ def _collect_common(
     objects: Mapping[str, Callable[[], object]],
     paths: Mapping[str, tuple[str | int, ...]],
 ) -> tuple[dict[str, Any], str | None]:  # values of parsed pickles
-    """Return the state outside of tensors: `common.pt`, its byte entry, or the byte entries of a
+    """Return the non-tensor state: `common.pt`, its byte entry, or the byte entries of a
     folder that DCP wrote without Megatron's library; and why that of the optimizer cannot be
     read."""
     common = read_common(path)

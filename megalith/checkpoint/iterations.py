@@ -1,5 +1,5 @@
 """Folders of Megatron checkpoints: their format, the iteration that a tracker file names, and the
-state outside of tensors."""
+non-tensor state (`common.pt`)."""
 
 import logging
 import os
@@ -21,10 +21,10 @@ BACKEND = "metadata.json"
 """File of an iteration that names its format; Megatron writes it last."""
 
 COMMON = "common.pt"
-"""File with the state outside of tensors."""
+"""File with the non-tensor state: arguments, iteration, scheduler."""
 
 RELEASE = "release"
-"""Folder of weights without an iteration."""
+"""Folder of weights without an iteration, and the name for it in the tracker file."""
 
 COPY = "Copy the checkpoint again, with all of its files, or use another iteration."
 
@@ -114,10 +114,10 @@ def _read_backend(path: Path, names: list[str]) -> MegatronFormat:
 
 def _is_run_folder(path: Path) -> bool:
     """Return whether a folder holds iterations."""
-    return (path / TRACKER).is_file() or bool(_list_iterations(path))
+    return (path / TRACKER).is_file() or bool(list_iterations(path))
 
 
-def _list_iterations(path: Path) -> dict[str, Path]:
+def list_iterations(path: Path) -> dict[str, Path]:
     """Return the folders of iterations by name, oldest first, `release` before all."""
     names = [name for name in _list_names(path) if _ITERATION_NAME.fullmatch(name)]
     names.sort(key=lambda name: int(name.removeprefix("iter_")))
@@ -154,7 +154,7 @@ def locate_iteration(path: Path, step: int | None = None) -> Path:
                 f"{path} is not iteration {step}. Use its parent folder, or omit the step."
             )
         return path
-    iterations = _list_iterations(path)
+    iterations = list_iterations(path)
     if step is not None:
         folder = iterations.get(_folder_name(step))
         if folder is not None:
@@ -238,7 +238,7 @@ def list_problems(problems: Sequence[str]) -> str:
     return f"{lines}\n  and {more} more" if more > 0 else lines
 
 
-# --- state outside of tensors
+# --- non-tensor state
 
 
 def read_common(path: Path) -> dict[str, Any] | None:  # values of a parsed pickle

@@ -1,4 +1,4 @@
-"""Interpreter of pickles that imports nothing and calls only functions of a table.
+"""Interpreter of pickles that imports nothing and calls only functions on an allowlist.
 
 A pickle is a program for a stack machine. Every object that it creates and its memory are counted,
 because a short program can create large objects.
@@ -53,7 +53,7 @@ _SET_NBYTES = 216
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Object of a class in the fixed table, such as `argparse.Namespace` or a member of an enum.
+    """Object of a class on the allowlist, such as `argparse.Namespace` or a member of an enum.
 
     It compares and hashes by identity, so that records can be keys of a dict.
     """
@@ -70,7 +70,7 @@ class Record:
 
 @dataclass(slots=True, eq=False)
 class Placeholder:
-    """A name that is not in the fixed table, or what a call of it would return; nothing is
+    """A name that is not on the allowlist, or what a call of it would return; nothing is
     called."""
 
     name: str
@@ -91,7 +91,7 @@ class MalformedPickleError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NameTable:
-    """Names that a pickle may use, and what they become; any other name becomes a placeholder."""
+    """Allowlist of the names in pickles, and what they become; other names become placeholders."""
 
     constants: Mapping[str, object]
     records: Mapping[str, str]
@@ -367,7 +367,7 @@ def describe_kind(value: object) -> str:
     return value.name if isinstance(value, Record) else type(value).__name__
 
 
-def children_of(value: object) -> Iterator[object]:
+def iter_children(value: object) -> Iterator[object]:
     """Return the values inside a container, record or placeholder."""
     if isinstance(value, dict):
         return itertools.chain(value, value.values())
@@ -382,7 +382,7 @@ def children_of(value: object) -> Iterator[object]:
 
 def _select_containers(value: object) -> list[object]:
     """Return the values inside a value that may contain other values."""
-    return [child for child in children_of(value) if type(child) not in _LEAF_CLASSES]
+    return [child for child in iter_children(value) if type(child) not in _LEAF_CLASSES]
 
 
 def check_nesting(root: object, max_references: int) -> None:

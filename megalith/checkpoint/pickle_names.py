@@ -145,7 +145,7 @@ class ArchiveTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Distance of neighbors along each dim, in elements."""
+    """Stride of each dim, in elements."""
 
     storage_offset: int
     """Position of the first element in the storage, in elements."""
@@ -409,4 +409,4 @@ NAMES = NameTable(
     stateless=(dict, ArchiveTensor),
     old_modules=_OLD_MODULES,
 )
-"""Table of the names that checkpoints use."""
+"""Allowlist of the names that checkpoints use."""

@@ -1,8 +1,8 @@
 """Pickles and `torch.save` archives of untrusted files, parsed without executing anything.
 
-A pickle is a program, which may call any function that Python can import. Here, names of a fixed
-table become plain values or a `Record`, and the result of any other call becomes a `Placeholder`,
-which holds the name and the arguments.
+A pickle is a program, which may call any function that Python can import. Here, names on an
+allowlist become plain values or a `Record`, and the result of any other call becomes a
+`Placeholder`, which holds the name and the arguments.
 """
 
 import struct
@@ -19,7 +19,7 @@ from megalith.checkpoint.pickle_interpreter import (
     MalformedPickleError,
     Placeholder,
     Record,
-    children_of,
+    iter_children,
     show_name,
 )
 from megalith.checkpoint.pickle_names import (
@@ -53,18 +53,18 @@ def parse_pickle(
 ) -> object:
     """Return the object in a pickle of protocol 0 to 5. Nothing is imported or called.
 
-    The result has plain Python values, `Record` for objects of the fixed table, `Placeholder` for
+    The result has plain Python values, `Record` for objects on the allowlist, `Placeholder` for
     everything else. A dtype becomes a `torch.dtype`, a `torch.Size` a tuple, an `OrderedDict` a
     dict, a path a string. `load_persistent` returns the value of a persistent id.
 
     Raises:
         CheckpointError: the data is malformed, cyclic, or exceeds the limits of this module.
     """
-    return _report(source, lambda: Interpreter(data, NAMES, load_persistent).run())
+    return _name_source(source, lambda: Interpreter(data, NAMES, load_persistent).run())
 
 
-def _report(source: str, parse: Callable[[], _T]) -> _T:
-    """Call a parser, and turn every error of malformed data into one that names the source."""
+def _name_source(source: str, parse: Callable[[], _T]) -> _T:
+    """Call a parser; errors of malformed data become CheckpointErrors that name the source."""
     try:
         return parse()
     except MalformedPickleError as error:
@@ -94,7 +94,7 @@ def require_plain(value: _T, *, what: str, source: str) -> _T:
             )
         if not isinstance(node, LEAVES) and id(node) not in visited:
             visited.add(id(node))
-            pending.extend(children_of(node))
+            pending.extend(iter_children(node))
     return value
 
 
@@ -164,7 +164,7 @@ def read_archive(path: Path, *, source: str | None = None) -> object:
         raise CheckpointError(f"cannot read {source}: it is not a regular file, or does not exist")
     try:
         archive = _Archive(storage.file_nbytes(path), read, map_range)
-        return _report(source, lambda: _parse_archive(archive))
+        return _name_source(source, lambda: _parse_archive(archive))
     except OSError as error:
         raise CheckpointError(f"cannot read {source}: {error.strerror}") from error
 
@@ -184,7 +184,7 @@ def parse_archive(data: memoryview, *, source: str) -> object:
         part = data[start : start + nbytes]
         return memoryview(bytearray(part)) if part.readonly else part  # torch warns of read-only
 
-    return _report(source, lambda: _parse_archive(_Archive(len(data), read, read_writable)))
+    return _name_source(source, lambda: _parse_archive(_Archive(len(data), read, read_writable)))
 
 
 def _parse_archive(archive: _Archive) -> object:

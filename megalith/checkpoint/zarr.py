@@ -216,7 +216,7 @@ def _read_array(file: Path) -> _Array:
         raise ValueError(f"{ARRAY} is nested too deeply") from error
     if not isinstance(content, dict):
         raise ValueError(f"{ARRAY} has {type(content).__name__}, expected an object")
-    shape, chunk_shape = (_sizes(content.get(name), name) for name in ("shape", "chunks"))
+    shape, chunk_shape = (_require_sizes(content.get(name), name) for name in ("shape", "chunks"))
     if len(shape) != len(chunk_shape) or 0 in chunk_shape:
         raise ValueError(f"{ARRAY} has chunks {list(chunk_shape)} for shape {list(shape)}")
     expected = {
@@ -238,7 +238,7 @@ def _read_array(file: Path) -> _Array:
     return _Array(shape, chunk_shape, _DTYPES[dtype])
 
 
-def _sizes(value: Any, name: str) -> tuple[int, ...]:  # JSON
+def _require_sizes(value: Any, name: str) -> tuple[int, ...]:  # JSON
     """Return the value after checking that it is a short list of integers from 0 on."""
     if (
         not isinstance(value, list)

@@ -71,6 +71,19 @@ class CheckpointDiffOptions:
     """Print one JSON document."""
 
 
+SUBCOMMANDS = {
+    "info": "show step, tensors and sizes of a checkpoint",
+    "verify": "compare every byte of checkpoints with its hash",
+    "diff": "compare the values of two checkpoints, in any layouts",
+    "list": "list the checkpoints of a run",
+    "prune": "delete old checkpoints of a run",
+    "copy": "copy a checkpoint and verify its hashes",
+    "average": "average the weights of checkpoints of one model",
+    "merge": "merge models that were fine-tuned from one base (task vectors, TIES)",
+}
+"""Subcommand -> description in the help."""
+
+
 def main(argv: list[str]) -> int:
     """Run a subcommand of `megalith checkpoint`."""
     from megalith.cli import checkpoint_edit as edit
@@ -79,7 +92,8 @@ def main(argv: list[str]) -> int:
     actions |= {"prune": edit.prune, "copy": edit.copy}
     actions |= {"average": edit.average, "merge": edit.merge}
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH ... [--json]\n\n{__doc__}")
+        rows = "\n".join(f"  {name:<9}{text}" for name, text in SUBCOMMANDS.items())
+        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH ... [--json]\n\n{rows}")
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions) or ""
@@ -351,13 +365,14 @@ def list_checkpoints(path: Path) -> list[Path]:
         CheckpointError: there is nothing in it that could be a checkpoint.
     """
     from megalith.checkpoint.format import MANIFEST, step_folders
+    from megalith.checkpoint.iterations import list_iterations
     from megalith.checkpoint.load import open_checkpoint
-    from megalith.hf.megatron_checkpoint import list_iterations, locate_megatron
+    from megalith.hf.megatron_checkpoint import locate_megatron
 
     if (path / MANIFEST).exists() or path.name.startswith("step_"):
         return [path]
     if (megatron := locate_megatron(path)) is not None:
-        return [megatron] if megatron == path else list_iterations(path)
+        return [megatron] if megatron == path else list(list_iterations(path).values())
     checkpoints = [
         each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()
     ]
@@ -382,7 +397,7 @@ def find_latest_checkpoint(path: Path) -> Path:
 
 
 def open_any(path: Path) -> "Checkpoint":
-    """Open a checkpoint of ours, or of Megatron with its optimizer state.
+    """Open a Megalith checkpoint, or a Megatron checkpoint with its optimizer state.
 
     Raises:
         CheckpointError: it is damaged or incomplete, or cannot be read.

@@ -62,7 +62,7 @@ class CheckpointCopyOptions:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointAverageOptions:
     """Average the weights of checkpoints of one model, in any layouts, into a new checkpoint.
-    Master weights are averaged if all have them, and the weights are rounded from these."""
+    If all sources have fp32 master weights, these are averaged and cast to the weights' dtype."""
 
     out: Positional[str]
     """Folder to write; it must not exist."""
@@ -101,9 +101,9 @@ class CheckpointMergeOptions:
     weights: str | None = None
     """Weight of each task vector, separated by commas: 1,0.5. Default: 1."""
     scale: float = 1.0
-    """Factor of the merged task vectors."""
+    """Factor by which the merged task vectors are multiplied."""
     density: float = 0.2
-    """For ties: part of the elements of each tensor, the largest, that are not trimmed."""
+    """For ties: fraction of the elements of each tensor, the largest, that are not trimmed."""
     json: bool = False
     """Print one JSON document."""
 
@@ -166,17 +166,29 @@ def find_checkpoints_folder(path: Path) -> Path:
     """Return the folder that holds the checkpoints of a run, or `path` itself if it does.
 
     Raises:
-        CheckpointError: there are no checkpoints in it.
+        CheckpointError: there are no checkpoints in it, or those of Megatron.
     """
     from megalith.checkpoint.format import step_folders
 
     for folder in (path / "checkpoints", path):
         if step_folders(folder):
             return folder
+    _reject_megatron(path, advice="`megalith checkpoint info` shows one, `ls` lists them")
     raise CheckpointError(
         f"{path} has no checkpoints. Use the folder of a run that has saved one, or its "
         "checkpoints folder."
     )
+
+
+def _reject_megatron(path: Path, *, advice: str) -> None:
+    """Raise a CheckpointError if a folder has Megatron checkpoints."""
+    from megalith.hf.megatron_checkpoint import locate_megatron
+
+    if locate_megatron(path) is not None:
+        raise CheckpointError(
+            f"{path} has Megatron checkpoints, and only Megalith checkpoints are listed, deleted "
+            f"and copied: {advice}. Or convert one first: megalith convert {path} OUT."
+        )
 
 
 def prune(argv: list[str]) -> int:
@@ -198,7 +210,9 @@ def prune(argv: list[str]) -> int:
     newest = find_latest(folder)
     retention = Retention(options.keep, options.every)
     if newest is not None:
-        retention = Retention(options.keep, options.every, last_update(open_checkpoint(newest)))
+        retention = Retention(
+            options.keep, options.every, find_last_update(open_checkpoint(newest))
+        )
     if options.dry_run:
         removed = retention.select_old(folder)
     else:
@@ -209,14 +223,15 @@ def prune(argv: list[str]) -> int:
         names = [path.name for path in removed]
         print_json({"folder": str(folder), "dry_run": options.dry_run, "deleted": names})
         return 0
+    verb = "would delete" if options.dry_run else "deleted"
     for path in removed:
-        print(f"{'would delete' if options.dry_run else 'deleted'} {path.name}")
-    left = len(describe_checkpoints(folder)) - (len(removed) if options.dry_run else 0)
-    print(f"{len(removed)} of {len(removed) + left} checkpoints in {folder}")
+        print(f"{verb} {path.name}")
+    remaining = len(describe_checkpoints(folder)) - (len(removed) if options.dry_run else 0)
+    print(f"{verb} {len(removed)} of {len(removed) + remaining} checkpoints in {folder}")
     return 0
 
 
-def last_update(checkpoint: Any) -> int | None:  # Any: Checkpoint, whose import takes a second
+def find_last_update(checkpoint: Any) -> int | None:  # Any: Checkpoint, whose import takes a second
     """Return the last step that updated the weights of a checkpoint; None if its state has no
     counters."""
     counters = checkpoint.state.get("train")
@@ -232,7 +247,9 @@ def copy(argv: list[str]) -> int:
     from megalith.cli.checkpoint import find_folder, find_latest_checkpoint
 
     options = parse_options(CheckpointCopyOptions, argv, prog="megalith checkpoint copy")
-    source = open_checkpoint(find_latest_checkpoint(find_folder(options.source)))
+    folder = find_latest_checkpoint(find_folder(options.source))
+    _reject_megatron(folder, advice="`cp -r` copies one")
+    source = open_checkpoint(folder)
     total = sum(file.nbytes for file in source.manifest.files.values())
     with show_progress(total, name="copy") as advance:
         nbytes = copy_checkpoint(source, Path(options.target), on_copied=advance)
@@ -320,9 +337,11 @@ def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
             "their sum must be positive and finite. Use for example --weights "
             f"{','.join(['1'] * num)}, or `megalith checkpoint merge` to subtract models."
         )
-    from megalith.posttrain.average import decay_coefficients, normalize_coefficients
+    from megalith.posttrain.average import compute_decay_coefficients, normalize_coefficients
 
-    return normalize_coefficients(weights) if decay is None else decay_coefficients(num, decay)
+    return (
+        normalize_coefficients(weights) if decay is None else compute_decay_coefficients(num, decay)
+    )
 
 
 def merge(argv: list[str]) -> int:

@@ -43,7 +43,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Convert a Hugging Face model or a Megatron checkpoint to a Megalith checkpoint, or a
-    checkpoint or run to a Hugging Face folder.
+    checkpoint or run to a Hugging Face folder or a Megatron checkpoint.
 
     Only a few tensors are in memory at a time, and the target is written atomically. An interrupted
     conversion resumes when it is run again. A converted checkpoint has weights and a tokenizer: use
@@ -221,7 +221,7 @@ def _print_unused_settings(source: "Pretrained", to: Target, options: ConvertOpt
 def convert_to_megatron(
     source: "Pretrained", target: Path, dtype: "torch.dtype | None", options: ConvertOptions
 ) -> None:
-    """Write a Megatron checkpoint, unless the run is dry, and print the result."""
+    """Write a Megatron checkpoint, unless --dry-run is given, and print the result."""
     from megalith.hf.convert import build_recipe, list_written_tensors
     from megalith.hf.megatron_write import plan_export, plan_megatron_moves, write_megatron
     from megalith.hf.staging import Attempt, ConversionOptions
@@ -267,7 +267,7 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     from megalith.hf.pretrained import check_has_adapters, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
-    source = open_pretrained(_locate(options), base=options.base, role=options.role)
+    source = open_pretrained(_locate_source(options), base=options.base, role=options.role)
     if options.base is not None:
         check_has_adapters(source, options.base)
     kind = source_format(source)
@@ -296,11 +296,11 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     return source, to
 
 
-def _locate(options: ConvertOptions) -> Path:
+def _locate_source(options: ConvertOptions) -> Path:
     """Return the folder of the source.
 
     Raises:
-        ConfigError: there is a step, and the source is no Megatron folder.
+        ConfigError: --step is given, and the source is not a Megatron folder.
     """
     from megalith.hf.megatron_checkpoint import locate_megatron
     from megalith.hf.pretrained import locate_source
@@ -311,7 +311,7 @@ def _locate(options: ConvertOptions) -> Path:
     if path is None:
         raise ConfigError(
             f"--step={options.step} selects an iteration of a Megatron folder, and "
-            f"{options.source} is none. Remove it, or name the folder of the checkpoint."
+            f"{options.source} is not one. Remove --step, or pass the folder of the checkpoint."
         )
     return path
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
-from megalith.estimate.memory import averages_on_device, build_layer_setting
+from megalith.estimate.memory import build_layer_setting, has_ema_on_device
 from megalith.estimate.workload import Workload
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.frozen import (
@@ -413,7 +413,7 @@ def state_bytes(workload: Workload, numel: int) -> int:
     width, zero = WIDTHS[run.precision.params], run.parallel.zero
     moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind] * width.sums
     unsharded = width.value + (0 if zero == 2 else width.sums)
-    average = width.sums if averages_on_device(run) else 0
+    average = width.sums if has_ema_on_device(run) else 0
     sharded = width.master + moments + average + (width.sums if zero == 2 else 0)
     is_frozen = run.lora is not None or not any(
         ".experts." in name for name in trained_names(run.model, run.optim)

@@ -301,7 +301,7 @@ def _state(
         gradients=width.sums * gradients,
         master=width.master * num_local,
         moments=width.sums * states * num_local,
-        ema=width.sums * num_local if averages_on_device(run) else 0,
+        ema=width.sums * num_local if has_ema_on_device(run) else 0,
         activations=0,
         loss=0,
         working=_sharding_bytes(workload, pp_rank, parameters, accelerator=accelerator),
@@ -309,7 +309,7 @@ def _state(
     )
 
 
-def averages_on_device(run: TrainRun) -> bool:
+def has_ema_on_device(run: TrainRun) -> bool:
     """Return whether a moving average of the weights occupies device memory."""
     return run.train.ema is not None and run.train.ema.device is None
 

@@ -119,7 +119,8 @@ def _parse_record(name: str, record: Any) -> WrittenFiles | None:  # JSON
                 tuple(shape),
                 dtype,
                 tuple(
-                    StoredBox(tuple((a, b) for a, b in box), name, *place) for box, *place in boxes
+                    StoredBox(tuple((a, b) for a, b in box), name, *location)
+                    for box, *location in boxes
                 ),
             )
             for key, (shape, dtype, boxes) in record["tensors"].items()

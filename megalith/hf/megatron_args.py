@@ -35,7 +35,7 @@ from megalith.megatron.stored_arguments import (
     ArgumentWords,
     drop_computed_fields,
     find_unknown_fields,
-    is_whole,
+    is_integer,
     read_fields,
 )
 from megalith.megatron.translate import translate
@@ -67,7 +67,7 @@ UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """How far training had come, and the schedule that it followed; unset: not stored."""
+    """Training progress of a checkpoint and its learning-rate schedule; unset: not stored."""
 
     step: int
     """Iteration of the checkpoint; 0 in a release."""
@@ -86,7 +86,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedArgs:
-    """What the arguments of a checkpoint describe."""
+    """Model, tokenizer and run that the arguments of a checkpoint describe."""
 
     model: ModelConfig | None
     """None: see `problems`."""
@@ -105,7 +105,8 @@ class TranslatedArgs:
     """Why there is no model: each names an argument."""
 
     notes: tuple[str, ...]
-    """What a user should know about the model, such as settings that are done differently."""
+    """What a user should know about the model, such as settings that are implemented
+    differently."""
 
     unknown: tuple[str, ...]
     """Names of arguments that are not false and that no flag of Megatron has: not used."""
@@ -254,7 +255,7 @@ def _find_vocabulary(
         value = word_list.fields.get(name)
         if value is None:
             continue
-        if not is_whole(value) or not 1 <= value <= MAX_SIZE:
+        if not is_integer(value) or not 1 <= value <= MAX_SIZE:
             if not any(text.startswith(f"args.{name}=") for text in problems):
                 problems.append(
                     f"args.{name}={value!r:.80}: expected a size from 1 to {MAX_SIZE}. Correct "
@@ -272,7 +273,7 @@ def _find_vocabulary(
         return {}
     if padded is None:
         tp = word_list.fields.get("tensor_model_parallel_size")
-        multiple = sizes.get("make_vocab_size_divisible_by", 128) * (tp if is_whole(tp) else 1)
+        multiple = sizes.get("make_vocab_size_divisible_by", 128) * (tp if is_integer(tp) else 1)
         return {"model.vocab_size": size, "model.pad_vocab_to_multiple_of": multiple}
     if size > padded:
         problems.append(
@@ -307,7 +308,7 @@ def _read_tokenizer(arguments: Arguments) -> tuple[TokenizerConfig | None, str]:
     kind = arguments.value("--tokenizer-type")
     if kind == "NullTokenizer":
         size = arguments.value("--vocab-size")
-        return TokenizerConfig(kind="null", vocab_size=size if is_whole(size) else None), ""
+        return TokenizerConfig(kind="null", vocab_size=size if is_integer(size) else None), ""
     settings = {name: value for name, (_, value) in read_tokenizer_settings(arguments).items()}
     if not isinstance(settings.get("path"), str):
         return None, (
@@ -333,7 +334,7 @@ def _read_progress(fields: Mapping[str, Any], common: Mapping[str, Any]) -> Trai
     iteration = common.get("iteration", fields.get("iteration"))
     version = common.get("checkpoint_version", fields.get("checkpoint_version", 0))
     return TrainingProgress(
-        step=iteration if is_whole(iteration) and iteration >= 0 else 0,
+        step=iteration if is_integer(iteration) and iteration >= 0 else 0,
         consumed_samples=count("consumed_train_samples"),
         consumed_valid_samples=count("consumed_valid_samples"),
         skipped_samples=count("skipped_train_samples"),

@@ -1,5 +1,5 @@
-"""Megatron checkpoints as checkpoints of ours: finding their folders, and tensors in our names and
-boxes, whose values are computed from the stored chunks on request."""
+"""Megatron checkpoints with the interface of `Checkpoint`: location of their folders, and tensors
+with Megalith's names and boxes, whose values are computed from the stored chunks on request."""
 
 import logging
 import re
@@ -105,13 +105,6 @@ def locate_megatron(path: Path, step: int | None = None) -> Path | None:
     )
 
 
-def list_iterations(path: Path) -> list[Path]:
-    """Return the Megatron checkpoints in a folder in the order of their iterations."""
-    names = [name for name in storage.list_names(path) if _ITERATION.fullmatch(name)]
-    folders = [path / name for name in sorted(names, key=lambda name: int(name[5:]))]
-    return [path / RELEASE, *folders] if (path / RELEASE).is_dir() else folders
-
-
 def _iteration_number(path: Path) -> int:
     return int(path.name.removeprefix("iter_"))
 
@@ -147,7 +140,7 @@ class _RulePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronCheckpoint(Checkpoint):
-    """A Megatron checkpoint whose tensors have our names and shapes.
+    """A Megatron checkpoint whose tensors have Megalith's names and shapes.
 
     Its manifest is built from the folder's metadata, and holds the weights; `with_optimizer` adds
     master weights and moments.
@@ -256,7 +249,7 @@ class MegatronCheckpoint(Checkpoint):
         )
 
     def describe(self) -> dict[str, Any]:  # JSON
-        """Return what the folder says about itself besides its tensors."""
+        """Return the format, version, optimizer sharding type and main args of the folder."""
         return {
             "format": self.folder.format,
             "checkpoint_version": self.folder.common.get("checkpoint_version"),
@@ -335,19 +328,19 @@ def _build_run(
 def _find_tokenizer(
     translated: TranslatedArgs, args: Mapping[str, Any], vocab_size: int, path: Path
 ) -> tuple[TokenizerConfig, str | None]:
-    """Return the tokenizer that the arguments name, and why it is not available: then one without
-    text."""
-    without_text = TokenizerConfig(kind="null", vocab_size=vocab_size)
+    """Return the tokenizer that the arguments name; if it is not available, a null tokenizer and
+    the reason."""
+    null_tokenizer = TokenizerConfig(kind="null", vocab_size=vocab_size)
     if translated.tokenizer is None:
         kind = args.get("tokenizer_type")
-        return without_text, None if kind is None else (
+        return null_tokenizer, None if kind is None else (
             f"args.tokenizer_type={kind!r:.60} names no tokenizer whose files are supported, so "
             "text cannot be converted to tokens: set tokenizer.kind and tokenizer.path"
         )
     tokenizer = locate_copied_tokenizer(translated.tokenizer, path)
     if tokenizer.path is None or Path(tokenizer.path).exists():
         return tokenizer, None
-    return without_text, (
+    return null_tokenizer, (
         f"its tokenizer {tokenizer.path} does not exist here, so text cannot be converted to "
         f"tokens: copy its files into {path}"
     )
@@ -557,7 +550,7 @@ SHOWN_ARGS = (
 def read_progress(
     common: Mapping[str, Any], args: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:  # JSON
-    """Return the counters of the run in the form of our state; empty for released weights.
+    """Return the counters of the run in the form of `state.json`; empty for released weights.
 
     Raises:
         CheckpointError: a counter is missing or no number.

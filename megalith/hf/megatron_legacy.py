@@ -1,5 +1,7 @@
 """Reader of Megatron-LM's legacy checkpoint format (`--ckpt-format torch`): one file per tensor-,
 pipeline- and expert-parallel rank, read as one checkpoint of global tensors.
+
+A part is the folder of one such rank (`mp_rank_TT_PPP_EEE`).
 """
 
 import re
@@ -21,9 +23,9 @@ from megalith.errors import CheckpointError
 from megalith.hf.megatron_optimizer import LOAD_MODES, NO_PARAMETERS, show_value
 from megalith.plan.megatron_buckets import (
     FlatParam,
-    bucket_sizes,
     build_flat_buckets,
     coalesce_buckets,
+    list_bucket_sizes,
 )
 from megalith.plan.megatron_layout import (
     MegatronLayout,
@@ -43,7 +45,7 @@ MAX_NAMED = 5
 """Number of names in an error message; more are not read."""
 
 MAX_DIM = 1 << 24
-"""Largest dim of a tensor that is believed. Heuristic: above those of all models."""
+"""Maximum size of a dim; a larger one in the args is rejected. Heuristic: no model has it."""
 
 _PART = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _LAYER = re.compile(r"(.*\blayers\.)(\d{1,9})(\..*)")
@@ -638,7 +640,7 @@ class _PartReader:
             FlatParam(str(i), prod(tensor.value.shape), own_bucket=self._is_shared(tensor, chunk))
             for i, tensor in enumerate(tensors)
         ]
-        sizes = bucket_sizes(
+        sizes = list_bucket_sizes(
             self.args, self.layout, pp_rank=self.rank.pp, chunk=chunk, num_params=num_params
         )
         layouts = [build_flat_buckets(params, bucket_size=size, dp=1) for size in sizes]
@@ -669,9 +671,8 @@ class _PartReader:
         contents = self.layout.stages[self.rank.pp][chunk]
         if tensor.is_copy:
             return not contents.embedding
-        has_mtp = any(one.mtp for rank in self.layout.stages for one in rank)
         is_embedding = _EMBEDDING.fullmatch(tensor.name) is not None
-        return is_embedding and (self.layout.tied or has_mtp) and not contents.loss
+        return is_embedding and (self.layout.tied or self.layout.has_mtp) and not contents.loss
 
     def _read_replicated(self, state: object) -> None:
         """Add the states of an optimizer that is not distributed: by param group and position."""

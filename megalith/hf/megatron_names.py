@@ -83,7 +83,7 @@ def _is_not_gated(config: ModelConfig, layer: int) -> bool:
     return not config.gated
 
 
-def _norm_rows(name: str, parameter: str, dims: str = "h") -> tuple[TensorRow, ...]:
+def _build_norm_rows(name: str, parameter: str, dims: str = "h") -> tuple[TensorRow, ...]:
     """Return the rows of a norm; `name` precedes `weight` and `bias`, and only a LayerNorm has a
     bias."""
     return (
@@ -92,14 +92,16 @@ def _norm_rows(name: str, parameter: str, dims: str = "h") -> tuple[TensorRow, .
     )
 
 
-def _norm(
+def _build_norm_group(
     name: str, parameter: str, when: LayerCondition, *, dims: str = "h", fused: bool = True
 ) -> TensorGroup:
     """Return the tensors of a norm in a layer; `fused`: as tensors of the linear layer after it."""
-    return TensorGroup(name, parameter, _norm_rows("layer_norm_" if fused else "", "", dims), when)
+    return TensorGroup(
+        name, parameter, _build_norm_rows("layer_norm_" if fused else "", "", dims), when
+    )
 
 
-def _qkv(when: LayerCondition, *, gated: bool) -> TensorGroup:
+def _build_qkv_group(when: LayerCondition, *, gated: bool) -> TensorGroup:
     """Return the tensor of queries, keys and values: for each KV group its r query heads, their
     gates (`gated`), the key head and the value head."""
     heads = "r+r" if gated else "r"
@@ -134,13 +136,17 @@ def _qkv(when: LayerCondition, *, gated: bool) -> TensorGroup:
 _OUTPUT_BIAS = TensorRow("linear_proj.bias", "o_bias", "h", when="output_bias")
 
 _ATTENTION = (
-    _norm("self_attention.linear_qkv", "attention_norm", _has_qkv),
-    _norm("input_layernorm", "attention_norm", _has_mla, fused=False),
-    _norm("self_attention", "attention_norm", _has_linear_attention),
-    _qkv(_has_no_gate, gated=False),
-    _qkv(_has_gate, gated=True),
-    _norm("self_attention.q_layernorm", "attention.q_norm", _has_qk_norm, dims="d", fused=False),
-    _norm("self_attention.k_layernorm", "attention.k_norm", _has_qk_norm, dims="d", fused=False),
+    _build_norm_group("self_attention.linear_qkv", "attention_norm", _has_qkv),
+    _build_norm_group("input_layernorm", "attention_norm", _has_mla, fused=False),
+    _build_norm_group("self_attention", "attention_norm", _has_linear_attention),
+    _build_qkv_group(_has_no_gate, gated=False),
+    _build_qkv_group(_has_gate, gated=True),
+    _build_norm_group(
+        "self_attention.q_layernorm", "attention.q_norm", _has_qk_norm, dims="d", fused=False
+    ),
+    _build_norm_group(
+        "self_attention.k_layernorm", "attention.k_norm", _has_qk_norm, dims="d", fused=False
+    ),
     TensorGroup(
         "self_attention",
         "attention",
@@ -151,13 +157,13 @@ _ATTENTION = (
         ),
         _has_qkv,
     ),
-    _norm(
+    _build_norm_group(
         "self_attention.linear_q_up_proj",
         "attention.q_down_norm",
         _has_q_latent_norm,
         dims="q_rank",
     ),
-    _norm(
+    _build_norm_group(
         "self_attention.linear_kv_up_proj",
         "attention.kv_down_norm",
         _has_latent_norms,
@@ -191,7 +197,7 @@ _ATTENTION = (
 )
 
 
-def _feed_forward(
+def _build_mlp_groups(
     name: str, parameter: str, when: LayerCondition, *, size: str = "f"
 ) -> tuple[TensorGroup, TensorGroup]:
     """Return the tensors of an MLP with a gate, whose first layer is [gate; up], and of one
@@ -234,10 +240,10 @@ _EXPERTS_DOWN = (
 _EXPERTS = "mlp.experts.experts"
 
 _MLP = (
-    _norm("mlp.linear_fc1", "mlp_norm", has_mlp),
-    _norm("pre_mlp_layernorm", "mlp_norm", has_experts, fused=False),
-    _norm("mlp", "mlp_norm", _has_linear_mlp),
-    *_feed_forward("mlp", "mlp", has_mlp),
+    _build_norm_group("mlp.linear_fc1", "mlp_norm", has_mlp),
+    _build_norm_group("pre_mlp_layernorm", "mlp_norm", has_experts, fused=False),
+    _build_norm_group("mlp", "mlp_norm", _has_linear_mlp),
+    *_build_mlp_groups("mlp", "mlp", has_mlp),
     TensorGroup(
         "mlp",
         "mlp",
@@ -267,7 +273,7 @@ _MLP = (
         _UNGATED_EXPERTS + _EXPERTS_DOWN,
         _all_of(has_experts, _is_not_gated),
     ),
-    *_feed_forward("mlp.shared_experts", "moe.shared", _has_shared_experts, size="shared_f"),
+    *_build_mlp_groups("mlp.shared_experts", "moe.shared", _has_shared_experts, size="shared_f"),
     TensorGroup(
         "mlp.shared_experts",
         "moe",
@@ -294,18 +300,18 @@ MEGATRON = TensorTable(
         ),
     ),
     head=(
-        *_norm_rows("decoder.final_layernorm.", "norm."),
+        *_build_norm_rows("decoder.final_layernorm.", "norm."),
         TensorRow(OUTPUT_LAYER, "head.weight", "v h", when="!tied_embeddings"),
     ),
     layers="decoder.layers",
     mtp_layers="mtp.layers",
     mtp_transformer_layer=".transformer_layer",
     mtp_input=(
-        *_norm_rows("enorm.", "embed_norm."),
-        *_norm_rows("hnorm.", "hidden_norm."),
+        *_build_norm_rows("enorm.", "embed_norm."),
+        *_build_norm_rows("hnorm.", "hidden_norm."),
         TensorRow("eh_proj.weight", "project", "h h+h"),
     ),
-    mtp_output=_norm_rows("final_layernorm.", "norm."),
+    mtp_output=_build_norm_rows("final_layernorm.", "norm."),
 )
 """Tensors of Megatron-core 0.16, with one tensor for each layer and experts on the first dim. Only
 settings that its arguments can express have tensors."""
@@ -321,7 +327,7 @@ class MegatronTensor(NamedTuple):
     """Rules that cover the tensor."""
 
 
-def megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
+def list_megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
     """Return the canonical tensors of a model by name, in the order of the forward pass."""
     by_name = group_by_tensor(build_rules(MEGATRON, model))
     return {name: MegatronTensor(rules[0].shape, rules) for name, rules in by_name.items()}
@@ -342,7 +348,7 @@ ROLES: Mapping[str, Role] = {
     "exp_avg_sq": "exp_avg_sq",
     "momentum_buffer": "momentum_buffer",
 }
-"""Megatron's names of optimizer states, and ours."""
+"""Megatron's names of optimizer states -> Megalith's names."""
 
 _WORDS = "|".join(ROLES)
 _ROLE_FIRST = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({_WORDS})\.(.+)")
@@ -397,7 +403,7 @@ _LAYER = re.compile(
 
 
 class TensorKey(NamedTuple):
-    """What a key of a checkpoint names: a tensor of a layer, or a part of it."""
+    """Parsed key of a checkpoint: a tensor, one layer of stacked layers, or a part of it."""
 
     role: Role
     name: str
@@ -417,7 +423,7 @@ class TensorKey(NamedTuple):
 
 
 def parse_key(key: str, model: ModelConfig) -> list[TensorKey] | None:
-    """Return what a key names: one entry, or one for each layer if layers are stacked; empty if no
+    """Parse a key: one entry, or one for each layer if layers are stacked; empty if no
     parameter needs the tensor, None if it is not one of `MEGATRON` in any spelling.
 
     Names of layers, experts and sizes are not checked against the model.
@@ -457,7 +463,7 @@ def parse_key(key: str, model: ModelConfig) -> list[TensorKey] | None:
 
 
 def _parse_layer_key(name: str, model: ModelConfig, layer: int) -> TensorKey:
-    """Return what a name inside a layer names, without role and prefix."""
+    """Parse a name inside a layer, without role and prefix."""
     for pattern, replacement in _IN_LAYER:
         name = pattern.sub(replacement, name)
     if norm := _ATTENTION_NORM.fullmatch(name):
@@ -512,14 +518,14 @@ def normalize_tensors(folder: MegatronFolder, model: ModelConfig) -> dict[str, C
     """Return the tensors of a checkpoint by canonical name: weights, and optimizer states of whole
     parameters as `optimizer.{master,exp_avg,exp_avg_sq}.NAME`.
 
-    Each has the shape that `megatron_tensors` gives: without padding rows of the vocabulary.
+    Each has the shape that `list_megatron_tensors` gives: without padding rows of the vocabulary.
     Nothing is read before it is requested.
 
     Raises:
         CheckpointError: tensors are unknown, missing, given twice or of another shape than those of
             the model; all of them are named.
     """
-    expected = megatron_tensors(model)
+    expected = list_megatron_tensors(model)
     parts: dict[tuple[Role, str], list[_StoredPart]] = {}
     unknown_keys: list[str] = []
     problems: list[str] = []
@@ -600,7 +606,7 @@ def _merge(
             box = (*box[:half_dim], (start, start + middle), *box[half_dim + 1 :])
         if own.expert is not None:
             box = ((own.expert, own.expert + 1), *box[1:])
-        chunks += _place(part, box, has_new_dim=own.expert is not None)
+        chunks += _move_chunks(part, box, has_new_dim=own.expert is not None)
     if remaining:
         described = [
             " ".join(
@@ -616,7 +622,7 @@ def _merge(
     return ChunkedTensor(name, shape, dtype, chunks)
 
 
-def _place(tensor: ChunkedTensor, box: Box, *, has_new_dim: bool) -> list[TensorChunk]:
+def _move_chunks(tensor: ChunkedTensor, box: Box, *, has_new_dim: bool) -> list[TensorChunk]:
     """Return the chunks of a tensor that is `box` of another one; `has_new_dim`: without the first
     dim of the box."""
     own_shape = lengths(box)[1:] if has_new_dim else lengths(box)

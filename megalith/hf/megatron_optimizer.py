@@ -1,5 +1,5 @@
 """Optimizer state of Megatron checkpoints: fp32 master weights and moments by canonical name, for
-each way in which Megatron-LM's optimizers store them.
+each sharding type of Megatron-LM's optimizers.
 
 The default format (`dp_reshardable`) stores flat buckets without names; their layout is rebuilt
 from the args of the checkpoint, and `verify_buckets` compares the master weights with the weights.
@@ -30,17 +30,17 @@ from megalith.plan.megatron_buckets import (
     FlatBucket,
     FlatParam,
     FlatSlot,
-    bucket_sizes,
     build_flat_buckets,
+    list_bucket_sizes,
     match_buckets,
 )
 from megalith.plan.megatron_layout import (
     EXPERTS,
+    compute_registration_key,
     find_layer,
     read_count,
     read_flag,
     read_layout,
-    registration_key,
     slice_local_tensor,
 )
 from megalith.plan.shards import Box
@@ -48,7 +48,7 @@ from megalith.plan.shards import Box
 LOAD_MODES = "Use checkpoint.load_mode=weights, or =progress with new moments."
 
 ROLES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Megatron's names of the tensors of a bucket, and ours."""
+"""Megatron's names of the tensors of a bucket -> Megalith's names."""
 
 NO_PARAMETERS = re.compile(
     r".*\.(expert_bias|qb_beta|local_tokens_per_expert|global_tokens_per_expert|inv_freq)"
@@ -144,8 +144,7 @@ def _may_be_shifted(folder: MegatronFolder) -> bool:
     """
     args = read_args(folder)
     layout = read_layout(args)
-    has_mtp = any(one.mtp for rank in layout.stages for one in rank)
-    is_shared = layout.pp > 1 and (layout.tied or has_mtp)
+    is_shared = layout.pp > 1 and (layout.tied or layout.has_mtp)
     return is_shared or read_flag(args, "overlap_grad_reduce")
 
 
@@ -454,13 +453,13 @@ class _BucketReader:
             parts = self.layout.etp if is_expert else self.layout.tp
             numel = prod(shape) // (parts if self.split_dims[name] is not None else 1)
             if not is_expert:
-                key = registration_key(position, self.layout)
+                key = compute_registration_key(position, self.layout)
                 shared = name == EMBEDDING and self._is_shared(pp_rank, chunk)
                 ordered.append((key, FlatParam(name, numel, own_bucket=shared)))
                 continue
             num_local = shape[0] // self.layout.ep
             for expert in range(num_local):
-                key = registration_key(position, self.layout, expert=expert)
+                key = compute_registration_key(position, self.layout, expert=expert)
                 ordered.append((key, FlatParam(name, numel // shape[0], expert=expert)))
         ordered.sort(key=lambda item: item[0])
         return _Buffer(chunk, torch.float32, [param for _, param in ordered])
@@ -468,8 +467,7 @@ class _BucketReader:
     def _is_shared(self, pp_rank: int, chunk: int) -> bool:
         """Return whether ranks of several stages hold the word embedding of this chunk."""
         contents = self.layout.stages[pp_rank][chunk]
-        has_mtp = any(one.mtp for rank in self.layout.stages for one in rank)
-        if self.layout.pp == 1 or not (self.layout.tied or has_mtp):
+        if self.layout.pp == 1 or not (self.layout.tied or self.layout.has_mtp):
             return False
         if contents.embedding:
             return not contents.loss
@@ -481,7 +479,6 @@ class _BucketReader:
         layout = self.layout
         contents = layout.stages[pp_rank][chunk]
         last_layer = max((r.layers.stop for rank in layout.stages for r in rank), default=0)
-        has_mtp = any(one.mtp for rank in layout.stages for one in rank)
         names = []
         for name in self.params:
             parts = find_layer(name)
@@ -491,7 +488,7 @@ class _BucketReader:
                 held = contents.embedding or contents.mtp
             elif name.startswith("decoder.final_layernorm."):
                 ends = contents.layers.stop == last_layer and len(contents.layers) > 0
-                held = ends if has_mtp else contents.loss
+                held = ends if layout.has_mtp else contents.loss
             else:
                 held = contents.loss
             if held:
@@ -541,7 +538,7 @@ class _BucketReader:
                 build_flat_buckets(
                     buffer.params, bucket_size=size, dp=dp, high_bandwidth=high_bandwidth
                 )
-                for size in bucket_sizes(
+                for size in list_bucket_sizes(
                     self.args,
                     self.layout,
                     pp_rank=ranks.pp_rank,
@@ -690,7 +687,7 @@ def verify_buckets(
     """
     if not state.needs_verification:
         return
-    for name in _share(state, weights, rank=rank, world_size=world_size):
+    for name in _select_for_rank(state, weights, rank=rank, world_size=world_size):
         master = state.tensors[f"master.{name}"]
         weight = weights[name]
         if master is weight:
@@ -718,7 +715,7 @@ def _explain_difference(state: OptimizerState) -> str:
     )
 
 
-def _share(
+def _select_for_rank(
     state: OptimizerState,
     weights: Mapping[str, ChunkedTensor],
     *,

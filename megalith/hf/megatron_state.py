@@ -1,5 +1,5 @@
-"""State of a Megatron checkpoint that is not in its tensors: the arguments of the run, optimizer
-settings, the position in the schedules.
+"""Non-tensor state of a Megatron checkpoint (`common.pt`): arguments of the run, optimizer
+settings, state of the schedules.
 """
 
 from argparse import Namespace
@@ -37,7 +37,7 @@ CONTENT_METADATA = {
 }
 
 DECAY_STYLES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
-"""Megatron's names of schedules that differ from ours."""
+"""Megatron's names of schedules that differ from Megalith's."""
 
 
 def build_common_state(
@@ -257,7 +257,7 @@ def _build_scheduler_state(
 
 
 def _build_optimizer_state(run: TrainRun, samples: int, state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the state of Megatron's optimizer outside of tensors.
+    """Return the non-tensor state of Megatron's optimizer.
 
     With expert parallelism Megatron has two optimizers, for dense parameters and for experts.
     """

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.format import METADATA, lengths, numel, show_dtype
+from megalith.checkpoint.iterations import BACKEND, COMMON, RELEASE, TRACKER
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.save import BOX_NBYTES, dcp_metadata
 from megalith.config.model import ModelConfig
@@ -62,18 +63,13 @@ from megalith.hf.tensor_rules import (
 )
 from megalith.plan.shards import Box
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""File that names the checkpoint that Megatron loads."""
-
-RELEASE = "release"
-"""Folder of weights without a step, and the name for it in the tracker file."""
-
-BACKEND = {
+BACKEND_CONTENT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+"""Contents of `metadata.json`."""
 
 BATCH_NBYTES = 256 * 2**20
 """Approximate size of a file (heuristic)."""
@@ -170,7 +166,7 @@ def plan_export(
         raise_all(describe_optimizer_problems(run))
     stacked = args.get("moe_layer_freq", 1) == 1
     tensors = [
-        _stack(
+        _stack_layer(
             ExportedTensor(
                 name, None, 0, tuple(parts), "param", _weight_dtype(parts, source, dtype)
             ),
@@ -209,7 +205,7 @@ def write_megatron(
     args = dict(plan.args) | build_tokenizer_args(tokenizer)
     state = {} if source.checkpoint is None else source.checkpoint.state
     common = build_common_state(args, run=plan.run, state=state, with_optimizer=plan.has_optimizer)
-    files["common.pt"] = _dump_archive(common)
+    files[COMMON] = _dump_archive(common)
     items = [_plan_item(tensor, source) for tensor in plan.tensors]
     with open_staging(target, options.attempt) as work:
         root = work.folder / "checkpoint"
@@ -220,7 +216,7 @@ def write_megatron(
         # Megatron stores no hashes
         written = write_box_files(folder, batches, options, work.journal, hashes=False)
         files[METADATA] = pickle.dumps(dcp_metadata(written.tensors))
-        files["metadata.json"] = json.dumps(BACKEND).encode()
+        files[BACKEND] = json.dumps(BACKEND_CONTENT).encode()
         for name, contents in files.items():
             storage.write_new(folder / name, contents)
         storage.sync_folder(folder)
@@ -287,7 +283,7 @@ def _has_moments(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("optimizer.exp_avg.") for key in checkpoint.manifest.tensors)
 
 
-def _stack(tensor: ExportedTensor, num_layers: int) -> ExportedTensor:
+def _stack_layer(tensor: ExportedTensor, num_layers: int) -> ExportedTensor:
     """Return a tensor of a layer as part of a tensor of `num_layers` stacked layers; 0: layers are
     not stacked."""
     match = _LAYER.fullmatch(tensor.name)
@@ -376,8 +372,8 @@ ReadBox = Callable[[str, Box], Tensor]
 
 def _plan_item(tensor: ExportedTensor, source: Pretrained) -> BoxesToWrite:
     """Return the boxes of a tensor that are written, with their values."""
-    boxes = _split(tensor.rules, tensor.dtype)
-    read_parameter = _reader(tensor, source)
+    boxes = _split_rows(tensor.rules, tensor.dtype)
+    read_parameter = _make_box_reader(tensor, source)
     key, shape = f"{PREFIXES[tensor.role]}{tensor.name}", tensor.shape
     if tensor.layer is None:
         read = partial(_read_box, tensor.rules, read_parameter, tensor.dtype)
@@ -396,7 +392,7 @@ def _plan_item(tensor: ExportedTensor, source: Pretrained) -> BoxesToWrite:
     )
 
 
-def _reader(tensor: ExportedTensor, source: Pretrained) -> ReadBox:
+def _make_box_reader(tensor: ExportedTensor, source: Pretrained) -> ReadBox:
     """Return the function that reads parameters in the role and dtype of a tensor."""
     if tensor.role == "param":
         return lambda parameter, box: source.weights.read(parameter, box, tensor.dtype)
@@ -411,7 +407,7 @@ def _reader(tensor: ExportedTensor, source: Pretrained) -> ReadBox:
     return read
 
 
-def _split(rules: Sequence[TensorRule], dtype: torch.dtype) -> list[Box]:
+def _split_rows(rules: Sequence[TensorRule], dtype: torch.dtype) -> list[Box]:
     """Split a tensor into boxes of rows, if the rules do not split its first dim: the vocabulary,
     or experts."""
     full = tuple((0, size) for size in rules[0].shape)

@@ -1,5 +1,5 @@
-"""Arguments of Megatron-LM's training script as stored values (in checkpoints and YAML files),
-and as words of a command line."""
+"""Arguments of Megatron-LM's training script: values stored in checkpoints and YAML files, and the
+same arguments as words of a command line."""
 
 import sys
 from collections.abc import Mapping
@@ -167,7 +167,7 @@ class ArgumentWords:
         expected = {"int": "a whole number", "float": "a number"}.get(flag.type, "text")
         is_plain = all(isinstance(one, str | int | float) for one in items)
         if flag.type == "int":
-            is_plain = all(is_whole(one) for one in items) and not isinstance(value, list | tuple)
+            is_plain = all(is_integer(one) for one in items) and not isinstance(value, list | tuple)
         elif flag.type == "float":
             is_plain = _is_finite(value)
         texts = [str(one) for one in items] if is_plain else []
@@ -217,7 +217,8 @@ def _is_finite(value: object) -> bool:
     return abs(value) <= sys.float_info.max
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Return whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

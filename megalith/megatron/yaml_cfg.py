@@ -81,16 +81,16 @@ def expand_yaml_flag(words: Sequence[str]) -> list[str]:
     words = list(words)
     if YAML_FLAG not in words and not any(word.startswith(f"{YAML_FLAG}=") for word in words):
         return words
-    place = next(i for i, word in enumerate(words) if word.partition("=")[0] == YAML_FLAG)
-    name, equals, path = words[place].partition("=")
-    rest = words[place + 1 :]
+    index = next(i for i, word in enumerate(words) if word.partition("=")[0] == YAML_FLAG)
+    name, equals, path = words[index].partition("=")
+    rest = words[index + 1 :]
     if not equals:
         if not rest or rest[0].startswith("--"):
             raise ConfigError(f"{name} has no value. Use {name} FILE.")
         path, *rest = rest
     if any(word.partition("=")[0] == YAML_FLAG for word in rest):
         raise ConfigError(f"{name} is given twice. Use one file.")
-    return [*read_yaml_words(Path(path)), *words[:place], *rest]
+    return [*read_yaml_words(Path(path)), *words[:index], *rest]
 
 
 def read_yaml_words(path: Path) -> list[str]:

@@ -90,18 +90,18 @@ def build_flat_buckets(
         start = round_up(start, PARAM_ALIGNMENT) if aligned else start
         alone = param.own_bucket and aligned
         if alone and slots:
-            buckets.append(_close(slots, start, divisor if aligned else 1))
+            buckets.append(_close_bucket(slots, start, divisor if aligned else 1))
             start, slots = 0, []
         slots.append(FlatSlot(param, start, start + param.numel))
         if alone or (bucket_size is not None and slots[-1].stop >= bucket_size):
-            buckets.append(_close(slots, slots[-1].stop, divisor if aligned else 1))
+            buckets.append(_close_bucket(slots, slots[-1].stop, divisor if aligned else 1))
             slots = []
     if slots:
-        buckets.append(_close(slots, slots[-1].stop, divisor if aligned else 1))
+        buckets.append(_close_bucket(slots, slots[-1].stop, divisor if aligned else 1))
     return buckets
 
 
-def _close(slots: Sequence[FlatSlot], numel_unpadded: int, divisor: int) -> FlatBucket:
+def _close_bucket(slots: Sequence[FlatSlot], numel_unpadded: int, divisor: int) -> FlatBucket:
     return FlatBucket(tuple(slots), numel_unpadded, round_up(numel_unpadded, divisor))
 
 
@@ -119,7 +119,7 @@ def coalesce_buckets(buckets: Sequence[FlatBucket]) -> list[FlatSlot]:
     return slots
 
 
-def bucket_sizes(
+def list_bucket_sizes(
     args: Mapping[str, object],
     layout: MegatronLayout,
     *,

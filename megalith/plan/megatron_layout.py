@@ -18,7 +18,7 @@ MAX_SIZE = 1 << 16
 damaged file can request."""
 
 MAX_PARTS = 1 << 20
-"""Limit of tp * pp * ep * vpp: bounds the loops over the parts of a model."""
+"""Limit of tp * pp * ep * vpp: bounds the loops over model-parallel ranks and model chunks."""
 
 
 class StageContents(NamedTuple):
@@ -59,6 +59,11 @@ class MegatronLayout:
         return len(self.stages)
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether a model chunk has MTP layers."""
+        return any(chunk.mtp for rank in self.stages for chunk in rank)
+
+    @property
     def dp(self) -> int:
         """Ranks that share the optimizer state of a dense parameter, context parallel included."""
         return self.world_size // (self.tp * self.pp * self.optimizer_instances)
@@ -88,14 +93,14 @@ def read_count(
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise CheckpointError(
             f"args.{name}={value!r} of the checkpoint is not a whole number from {minimum} to "
-            f"{maximum}, so the parts of the model are unknown. Load it with the args of the run "
-            "that wrote it, such as 2."
+            f"{maximum}, so the parallel layout of its files is unknown. Use a checkpoint as "
+            "Megatron-LM wrote it."
         )
     return value
 
 
 def read_flag(args: Mapping[str, object], name: str, *, default: bool = False) -> bool:
-    """Return a switch of `args`.
+    """Return a boolean of `args`; `default` replaces a missing value.
 
     Raises:
         CheckpointError: the value is neither True nor False.
@@ -105,7 +110,8 @@ def read_flag(args: Mapping[str, object], name: str, *, default: bool = False) -
         return default
     if not isinstance(value, bool):
         raise CheckpointError(
-            f"args.{name}={value!r} of the checkpoint is not a switch. Use True or False."
+            f"args.{name}={value!r} of the checkpoint must be True or False. Use a "
+            "checkpoint as Megatron-LM wrote it."
         )
     return value
 
@@ -345,7 +351,9 @@ def find_layer(name: str) -> tuple[str, int, str] | None:
     return None if match is None else (match[1], int(match[2]), match[3])
 
 
-def registration_key(name: str, layout: MegatronLayout, *, expert: int = 0) -> tuple[int, ...]:
+def compute_registration_key(
+    name: str, layout: MegatronLayout, *, expert: int = 0
+) -> tuple[int, ...]:
     """Return the position of a parameter in the registration order of its model chunk, as a sort
     key; `expert` is the number of the expert for a tensor of experts.
 

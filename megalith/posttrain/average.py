@@ -27,6 +27,7 @@ from megalith.checkpoint.format import (
 from megalith.checkpoint.keys import MASTER, MODEL, group_by_pattern, is_moment
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.save import BOX_NBYTES, BoxFile, WrittenFiles, commit
+from megalith.config.model import ModelConfig
 from megalith.config.tree import differences
 from megalith.errors import CheckpointError
 from megalith.hf.convert import (
@@ -58,11 +59,11 @@ def normalize_coefficients(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def decay_coefficients(num: int, decay: float) -> list[float]:
+def compute_decay_coefficients(num: int, decay: float) -> list[float]:
     """Return the weights of an exponential moving average over `num` models, oldest first: it
     starts at the first model, and then average = decay * average + (1 - decay) * model.
 
-    >>> decay_coefficients(3, 0.5)
+    >>> compute_decay_coefficients(3, 0.5)
     [0.25, 0.25, 0.5]
     """
     rest = [(1 - decay) * decay ** (num - 1 - number) for number in range(1, num)]
@@ -239,7 +240,7 @@ class OutputTensor:
     """Values that are written as one tensor, or as several in decreasing precision."""
 
     keys: Sequence[tuple[str, torch.dtype]]
-    """Name in the checkpoint and dtype; each tensor is rounded from the one before."""
+    """Name in the checkpoint and dtype; each tensor is cast from the one before."""
 
     shape: tuple[int, ...]
     read: Callable[[Box], Tensor]
@@ -253,10 +254,10 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightsOutput:
-    """Weights that are written as a checkpoint, with the records of the model that they are of."""
+    """Tensors that are written as a checkpoint, and the model whose metadata it gets."""
 
-    records: Pretrained
-    """Model whose settings, tokenizer and licenses the checkpoint gets."""
+    metadata_source: Pretrained
+    """Model whose settings, tokenizer and license files are copied to the checkpoint."""
 
     tensors: Sequence[OutputTensor]
     step: int = 0
@@ -273,12 +274,12 @@ class WeightsOutput:
 
 
 def list_weight_outputs(
-    records: Pretrained, weights: Weights, models: Sequence[Pretrained]
+    model: ModelConfig, weights: Weights, models: Sequence[Pretrained]
 ) -> list[OutputTensor]:
     """Return the weights that are computed from `models`, with master weights where all of these
     have them."""
     outputs = []
-    for shard in parameters(records.model):
+    for shard in parameters(model):
         keys = [(f"{MODEL}{shard.name}", weights.dtype(shard.name))]
         if has_master_weights(models, shard.name):
             checkpoint = models[0].checkpoint
@@ -339,7 +340,7 @@ def average_models(
         CheckpointError: moments are requested, and some models have none.
     """
     weights = AveragedWeights(models, coefficients, accumulation_dtype)
-    tensors = list_weight_outputs(models[0], weights, models)
+    tensors = list_weight_outputs(models[0].model, weights, models)
     made_from = {
         "method": "average",
         "sources": [str(model.path.absolute()) for model in models],
@@ -371,7 +372,7 @@ def write_weights(
     Raises:
         CheckpointError: the path exists, a source is damaged, or writing failed.
     """
-    source = output.records
+    source = output.metadata_source
     auxiliary_files = copy_auxiliary_files(source, dict(token_ids(source)), to_huggingface=False)
     state = dict(output.training_state) | build_release_state(source)
     state[MADE_FROM] = dict(output.made_from)

@@ -53,9 +53,9 @@ def find_kth_largest(read_blocks: Callable[[], Iterable[Tensor]], k: int) -> flo
                 (bits >> shift) & ((1 << _BIN_BITS) - 1), minlength=len(counts)
             )
         at_least = counts.flip(0).cumsum(0)
-        place = int(torch.searchsorted(at_least, rank))
-        rank -= int(at_least[place - 1]) if place else 0
-        prefix = prefix << _BIN_BITS | (len(counts) - 1 - place)
+        index = int(torch.searchsorted(at_least, rank))
+        rank -= int(at_least[index - 1]) if index else 0
+        prefix = prefix << _BIN_BITS | (len(counts) - 1 - index)
     return float(torch.tensor(prefix, dtype=torch.int64).view(torch.float64))
 
 
@@ -64,7 +64,9 @@ def trim_(delta: Tensor, threshold: float) -> Tensor:
     return delta.masked_fill_(delta.abs() < threshold, 0.0)
 
 
-def average_elected(parts: Sequence[Callable[[], Tensor]], coefficients: Sequence[float]) -> Tensor:
+def compute_disjoint_mean(
+    parts: Sequence[Callable[[], Tensor]], coefficients: Sequence[float]
+) -> Tensor:
     """Return the disjoint mean of TIES: for each element the weighted mean of those values that
     have the sign of the weighted sum; 0 where the sum is 0. One part is in memory at a time."""
     sign = add_weighted(parts, coefficients, torch.float64).sign_()
@@ -90,7 +92,7 @@ class MergeSettings:
 
     scale: float = 1.0
     density: float = 0.2
-    """Part of the elements of each tensor of a task vector that TIES does not trim: the largest
+    """Fraction of the elements of each tensor of a task vector that TIES does not trim: the largest
     ones."""
 
 
@@ -120,7 +122,7 @@ class MergedWeights:
         if settings.method == "task":
             merged = add_weighted(parts, settings.coefficients, torch.float64)
         else:
-            merged = average_elected(parts, settings.coefficients)
+            merged = compute_disjoint_mean(parts, settings.coefficients)
         base = read_finite(self.base.weights, parameter, box, torch.float64)
         return torch.add(base, merged, alpha=settings.scale, out=merged).to(dtype)
 
@@ -137,20 +139,20 @@ class MergedWeights:
 
     def _find_threshold(self, number: int, parameter: str) -> float:
         """Return the smallest absolute value of a task vector that is not trimmed."""
-        place = number, parameter
-        if place not in self._thresholds:
+        key = number, parameter
+        if key not in self._thresholds:
             shape = self.shapes[parameter]
             full = tuple((0, size) for size in shape)
             k = max(1, math.ceil(self.settings.density * math.prod(shape)))
             boxes = list(divide(full, BOX_NBYTES // torch.float64.itemsize))
             if len(boxes) == 1:
                 whole = [self._read_task_vector(number, parameter, full)]
-                self._thresholds[place] = find_kth_largest(lambda: whole, k)
+                self._thresholds[key] = find_kth_largest(lambda: whole, k)
             else:
-                self._thresholds[place] = find_kth_largest(
+                self._thresholds[key] = find_kth_largest(
                     lambda: (self._read_task_vector(number, parameter, box) for box in boxes), k
                 )
-        return self._thresholds[place]
+        return self._thresholds[key]
 
 
 def merge_models(
@@ -168,6 +170,6 @@ def merge_models(
     } | ({"density": settings.density} if settings.method == "ties" else {})
     return WeightsOutput(
         models[0],
-        list_weight_outputs(models[0], weights, [base, *models]),
+        list_weight_outputs(models[0].model, weights, [base, *models]),
         made_from=made_from,
     )

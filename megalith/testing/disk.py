@@ -134,7 +134,7 @@ def write_contents(contents: dict[str, bytes | None], folder: Path) -> None:
             path.write_bytes(data)
 
 
-def crash_states(
+def iter_crash_states(
     disk: SimulatedDisk, effects: list[DiskEffect]
 ) -> Iterator[tuple[str, dict[str, bytes | None]]]:
     """Yield the distinct contents after a crash at each effect, with a description; also those

@@ -27,7 +27,7 @@ from megalith.checkpoint.writer import (
     plan_files,
 )
 from megalith.parallel.group import single_rank_group
-from megalith.testing.disk import SimulatedDisk, crash_states, record_effects, write_contents
+from megalith.testing.disk import SimulatedDisk, iter_crash_states, record_effects, write_contents
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -43,7 +43,7 @@ def states(tmp_path: Path) -> Callable[[Path, Callable[[], object]], Iterator[tu
         assert effects
         disks = tmp_path / "disks"
         before = len(list(disks.iterdir())) if disks.exists() else 0
-        for number, (label, contents) in enumerate(crash_states(disk, effects), before):
+        for number, (label, contents) in enumerate(iter_crash_states(disk, effects), before):
             copy = disks / str(number)
             write_contents(contents, copy)
             yield label, copy

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from megalith import storage
 from megalith.checkpoint import pickle_interpreter
-from megalith.checkpoint.pickle_interpreter import children_of
+from megalith.checkpoint.pickle_interpreter import iter_children
 from megalith.checkpoint.safe_pickle import (
     ArchiveTensor,
     Placeholder,
@@ -720,7 +720,7 @@ def walk(value: object) -> Iterator[object]:
     while pending:
         node = pending.pop()
         yield node
-        pending.extend(children_of(node))
+        pending.extend(iter_children(node))
 
 
 def read_all(data: bytes) -> bool:

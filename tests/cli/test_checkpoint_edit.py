@@ -76,13 +76,15 @@ def test_prune_keeps_newest_multiples_and_pinned(
     (run / "checkpoints" / "step_0000002" / ".keep").touch()
     assert call("prune", run, "--keep", 1, "--every", 4, "--dry-run") == 0
     output = capsys.readouterr().out
-    assert output.startswith("would delete step_0000006\n1 of 5 checkpoints in ")
+    assert output.startswith("would delete step_0000006\nwould delete 1 of 5 checkpoints in ")
     assert steps(run) == [2, 4, 6, 8, 10]
     assert call("prune", run, "--keep", 1, "--every", 4, "--json") == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == ["step_0000006"]
     assert steps(run) == [2, 4, 8, 10]
     assert call("prune", run, "--keep", 2) == 0
-    assert capsys.readouterr().out.startswith("deleted step_0000004\n1 of 4 checkpoints in ")
+    assert capsys.readouterr().out.startswith(
+        "deleted step_0000004\ndeleted 1 of 4 checkpoints in "
+    )
     assert steps(run) == [2, 8, 10]
 
 

@@ -1,4 +1,5 @@
-"""Megatron checkpoints as checkpoints of ours: which folder is read; tensors bit for bit."""
+"""Megatron checkpoints with the interface of `Checkpoint`: which folder is read; tensors
+bit for bit."""
 
 import re
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalith.checkpoint.format import pieces
+from megalith.checkpoint.iterations import list_iterations
 from megalith.checkpoint.keys import MASTER, MODEL
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import CheckpointError
 from megalith.hf.megatron_checkpoint import (
     MegatronCheckpoint,
     is_megatron,
-    list_iterations,
     locate_megatron,
     open_megatron,
     read_megatron_folder,
@@ -46,7 +47,7 @@ def test_sources_are_located_by_their_tracker(megatron_folder: Extract) -> None:
     iteration = source / "iter_0000002"
     assert locate_source(str(source)) == locate_source(str(iteration)) == iteration
     assert locate_megatron(source, 2) == iteration
-    assert list_iterations(source) == [iteration]
+    assert list(list_iterations(source).values()) == [iteration]
     assert is_megatron(iteration) and not is_megatron(source)
 
 

@@ -16,7 +16,7 @@ from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import CheckpointError
 from megalith.hf.megatron_legacy import read_legacy_folder
-from megalith.hf.megatron_names import megatron_tensors, normalize_tensors
+from megalith.hf.megatron_names import list_megatron_tensors, normalize_tensors
 from megalith.hf.megatron_optimizer import OptimizerState, read_optimizer, verify_buckets
 
 DENSE = ModelConfig(
@@ -87,7 +87,7 @@ class LegacyWriter:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        for name, tensor in megatron_tensors(self.model).items():
+        for name, tensor in list_megatron_tensors(self.model).items():
             shape = tensor.shape
             if name in (EMBEDDING, OUTPUT):
                 shape = (PADDED_VOCAB, *shape[1:])

@@ -23,7 +23,7 @@ from megalith.hf.megatron_names import (
     EMBEDDING,
     MEGATRON,
     OUTPUT_LAYER,
-    megatron_tensors,
+    list_megatron_tensors,
     normalize_tensors,
     parse_key,
     reorder_qkv_rows,
@@ -127,7 +127,7 @@ def random_parameters(model: ModelConfig) -> dict[str, Tensor]:
 def to_megatron(model: ModelConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return canonical tensors by the rules."""
     tensors: dict[str, Tensor] = {}
-    for name, (shape, rules) in megatron_tensors(model).items():
+    for name, (shape, rules) in list_megatron_tensors(model).items():
         tensors[name] = torch.full(shape, math.nan)
         for rule in rules:
             assert rule.parameter is not None

@@ -13,12 +13,12 @@ from megalith.errors import CheckpointError
 from megalith.plan.megatron_buckets import (
     FlatBucket,
     FlatParam,
-    bucket_sizes,
     build_flat_buckets,
     coalesce_buckets,
+    list_bucket_sizes,
     match_buckets,
 )
-from megalith.plan.megatron_layout import MegatronLayout, read_layout, registration_key
+from megalith.plan.megatron_layout import MegatronLayout, compute_registration_key, read_layout
 
 VECTORS = json.loads((Path(__file__).parent / "megatron_bucket_vectors.json").read_text())
 WEIGHTS_MODE = r"checkpoint\.load_mode=weights"
@@ -79,7 +79,7 @@ def test_only_the_first_chunk_of_the_first_stage_has_several_buckets() -> None:
     layout = read_layout(args)
 
     def sizes(pp_rank: int, chunk: int) -> list[int | None]:
-        return bucket_sizes(args, layout, pp_rank=pp_rank, chunk=chunk, num_params=1000)
+        return list_bucket_sizes(args, layout, pp_rank=pp_rank, chunk=chunk, num_params=1000)
 
     assert sizes(0, 0) == [64_000_000]
     assert sizes(1, 0) == sizes(0, 1) == [None]
@@ -193,11 +193,11 @@ def test_malformed_args_are_named_with_their_value() -> None:
             read_layout({"num_layers": 8, **args})
     args = {"num_layers": 8, "overlap_grad_reduce": True, "ddp_bucket_size": "x"}
     with pytest.raises(CheckpointError, match=r"ddp_bucket_size='x'"):
-        bucket_sizes(args, read_layout(args), pp_rank=0, chunk=0, num_params=1)
+        list_bucket_sizes(args, read_layout(args), pp_rank=0, chunk=0, num_params=1)
 
 
 def _sorted(names: list[str], layout: MegatronLayout) -> list[str]:
-    return sorted(names, key=lambda name: registration_key(name, layout))
+    return sorted(names, key=lambda name: compute_registration_key(name, layout))
 
 
 def test_norms_are_registered_by_the_layer_spec() -> None:
@@ -227,7 +227,7 @@ def test_norms_are_registered_by_the_layer_spec() -> None:
     with pytest.raises(
         CheckpointError, match=rf"conv\.weight has no known position.*{WEIGHTS_MODE}"
     ):
-        registration_key(f"{layer}conv.weight", layout)
+        compute_registration_key(f"{layer}conv.weight", layout)
 
 
 def test_experts_are_registered_by_their_kind() -> None:
@@ -238,5 +238,5 @@ def test_experts_are_registered_by_their_kind() -> None:
     ]
     for grouped in (False, True):
         layout = read_layout({"num_layers": 1, "moe_grouped_gemm": grouped})
-        ordered = sorted(names, key=lambda n: registration_key(n[0], layout, expert=n[1]))
+        ordered = sorted(names, key=lambda n: compute_registration_key(n[0], layout, expert=n[1]))
         assert ordered == (names if grouped else sorted(names, key=lambda n: n[1]))

@@ -27,7 +27,7 @@ from megalith.plan.grid import model_grid
 from megalith.posttrain.average import (
     AveragedWeights,
     average_models,
-    decay_coefficients,
+    compute_decay_coefficients,
     open_models,
     write_weights,
 )
@@ -119,7 +119,7 @@ def test_average_over_three_layouts_equals_a_direct_computation(tmp_path: Path) 
         for seed, layout in enumerate(layouts, start=1)
     ]
     models = open_models([str(path) for path in sources])
-    for number, weights in enumerate(([0.25, 0.25, 0.5], decay_coefficients(3, 0.9))):
+    for number, weights in enumerate(([0.25, 0.25, 0.5], compute_decay_coefficients(3, 0.9))):
         target = tmp_path / f"out{number}"
         write_weights(target, average_models(models, weights))
         check_average(target, sources, weights)

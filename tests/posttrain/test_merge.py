@@ -22,7 +22,7 @@ from megalith.posttrain.average import open_models, write_weights
 from megalith.posttrain.merge import (
     MergeMethod,
     MergeSettings,
-    average_elected,
+    compute_disjoint_mean,
     find_kth_largest,
     merge_models,
     trim_,
@@ -122,9 +122,9 @@ def test_kth_largest_equals_sorting() -> None:
 
 def test_elected_mean_ignores_values_of_the_other_sign() -> None:
     parts = [constant([3.0, 1.0, 0.0, 2.0]), constant([1.0, -4.0, 0.0, -2.0])]
-    mean = average_elected(parts, [1.0, 1.0])
+    mean = compute_disjoint_mean(parts, [1.0, 1.0])
     assert mean.tolist() == [2.0, -4.0, 0.0, 0.0]
-    weighted = average_elected(parts, [5.0, 1.0])
+    weighted = compute_disjoint_mean(parts, [5.0, 1.0])
     assert weighted.tolist() == [16 / 6, 1.0, 0.0, 2.0]
     assert trim_(torch.tensor([0.5, -2.0, 1.0, -1.0]), 1.0).tolist() == [0.0, -2.0, 1.0, -1.0]
 
