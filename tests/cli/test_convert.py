@@ -564,8 +564,8 @@ def test_step_selects_an_iteration_of_a_megatron_folder(
     )
     assert main(["convert", str(run), str(tmp_path / "x"), "--step", "7"]) == 2
     assert (
-        f"--step=7 selects an iteration of a Megatron folder, and {run} is none. Remove it, or "
-        "name the folder of the checkpoint." in capsys.readouterr().err
+        f"--step=7 selects an iteration of a Megatron folder, and {run} is not one. Remove --step, "
+        "or pass the folder of the checkpoint." in capsys.readouterr().err
     )
 
 
