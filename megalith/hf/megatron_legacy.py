@@ -204,7 +204,7 @@ class _OptimizerCollector:
         self.has_master_params = self.has_master_params or reader.has_master_params
 
     def finish(self, path: Path) -> tuple[dict[str, ChunkedTensor], dict[str, object]]:
-        """Return the tensors of all parts, and the state outside of tensors."""
+        """Return the tensors of all parts, and the non-tensor state."""
         if len(self.steps) > 1 and self.problem is None:
             shown = ", ".join(str(step) for step in sorted(self.steps)[:MAX_NAMED])
             self.problem = (
