@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.train.callbacks.health import Stopper
+from megalith.train.callbacks.stop import Stopper
 
 
 def test_first_signal_is_recorded_and_the_old_handler_restored() -> None:
@@ -45,7 +45,7 @@ def test_hangup_ignored_by_nohup_stays_ignored() -> None:
 UNTIL_HANGUP = """
 import sys, time
 from pathlib import Path
-from megalith.train.callbacks.health import Stopper
+from megalith.train.callbacks.stop import Stopper
 
 with Stopper(max_minutes=None, print_line=lambda text: print(text, flush=True)) as stopper:
     Path(sys.argv[1], "ready").touch()
