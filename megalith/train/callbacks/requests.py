@@ -220,6 +220,10 @@ class RunRequests(Callback):
         self._fail_pending(f"the run ended at step {outcome.step}{reason} before it was executed")
 
     def _fail_pending(self, message: str) -> None:
+        """Report all requests as failed that are pending or have not been read."""
+        if self._lock_id is None:
+            return
+        self._poll(self._run.step)
         for pending in self._pending.values():
             self._finish(pending.request, "failed", message)
         self._pending.clear()
