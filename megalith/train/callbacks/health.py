@@ -5,6 +5,7 @@ the check that replicas start from equal weights.
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
-from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
+from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import (

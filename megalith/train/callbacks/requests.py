@@ -5,6 +5,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from megalith.checkpoint.format import folder_name
 from megalith.checkpoint.save import SaveReport
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, ConfigError
@@ -136,8 +137,12 @@ class RunRequests(Callback):
                 pending.step = finished.step
 
     def after_save(self, report: SaveReport) -> None:
-        """Report a requested save."""
-        self._finish_pending("save", "done", f"saved {report.path}")
+        """Report a requested save. An asynchronous one of an earlier step may end first."""
+        pending = self._pending.get("save")
+        if pending is None or pending.step is None:
+            return
+        if report.path.name >= folder_name(pending.step):
+            self._finish_pending("save", "done", f"saved {report.path}")
 
     def after_save_failed(self, error: CheckpointError) -> None:
         """Report that a requested save has failed."""

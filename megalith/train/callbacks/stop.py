@@ -80,13 +80,14 @@ class StopRequests(Callback):
             self._run.request(StepRequest.SAVE)
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Measure the longest step, after which the margin is derived."""
+        """Measure the longest step; one save fulfills the requests of all ranks so far."""
         self._longest_step = max(self._longest_step, finished.seconds)
+        if StepRequest.SAVE in finished.result.requests:
+            self._stopper.is_save_requested = False
 
     def after_save(self, report: SaveReport) -> None:
-        """Measure the longest save; one save fulfills all requests by signals so far."""
+        """Measure the longest save, of which the margin is derived."""
         self._longest_save = max(self._longest_save, report.seconds)
-        self._stopper.is_save_requested = False
 
     def on_error(self, error: BaseException) -> None:
         """Restore the signal handlers."""
@@ -117,7 +118,7 @@ class Stopper:
         self._reason: str | None = None
         self._before: dict[signal.Signals, Any] = {}  # Any: what the signal module calls a handler
         self.is_save_requested = False
-        """Whether SIGUSR1 has requested a save that has not been written."""
+        """Whether SIGUSR1 has requested a save that no step has executed."""
 
     def __enter__(self) -> "Stopper":
         handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
