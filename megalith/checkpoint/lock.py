@@ -160,6 +160,35 @@ def _check_holder_is_dead(folder: Path, holder: LockHolder) -> None:
         )
 
 
+def find_running_process(folder: Path) -> LockHolder:
+    """Return the process that holds the lock of a run folder, and is alive.
+
+    A process of another machine is alive if its last heartbeat is recent.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = folder / NAME
+    again = f"Start it with `megalith train {folder}`"
+    holder = _read(path)
+    if holder is None:
+        raise CheckpointError(f"{folder} is not running: it has no {NAME}. {again}.")
+    if holder.machine == _machine():
+        if not _is_running(holder):
+            raise CheckpointError(
+                f"{folder} is not running: process {holder.pid} on {holder.host}, which holds its "
+                f"lock, has ended. {again}."
+            )
+        return holder
+    if (silent := _silence_s(path)) >= SILENT_S:
+        raise CheckpointError(
+            f"{folder} is not running: process {holder.pid} on {holder.host} was last heard of "
+            f"{silent:.0f} s ago, and writes a heartbeat every {BEAT_S:.0f} s. {again}, or check "
+            "that machine."
+        )
+    return holder
+
+
 @contextlib.contextmanager
 def _locked_holder(path: Path) -> Iterator[LockHolder | None]:
     """Read the lock under a file lock, so that no other process of this machine changes it at the

@@ -124,6 +124,7 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
 def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
     from megalith.train.callbacks.base import load_callbacks
+    from megalith.train.callbacks.stop import read_job_end_time, record_sigusr1
     from megalith.train.distributed import join_job
     from megalith.train.loop import run_training
     from megalith.train.resume import build_checked_tokenizer
@@ -131,8 +132,16 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
 
     build_checked_tokenizer(run)  # before the folder is created and other ranks wait
     callbacks = load_callbacks(callback_names)
-    with join_job(run, os.environ, path) as job:
-        outcome = run_training(run, RunFolder(path), job.mesh, job.device, callbacks=callbacks)
+    job_end_time = read_job_end_time(os.environ)
+    with record_sigusr1(), join_job(run, os.environ, path) as job:
+        outcome = run_training(
+            run,
+            RunFolder(path),
+            job.mesh,
+            job.device,
+            callbacks=callbacks,
+            job_end_time=job_end_time,
+        )
         first = job.first
     if first:
         print(_describe_outcome(outcome, str(path), run), flush=True)

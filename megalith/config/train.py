@@ -122,6 +122,15 @@ class LoopConfig:
     """Time limit in minutes, after which the run saves a checkpoint and exits with code 75; the
     same command resumes it. Unset: no limit."""
 
+    exit_margin_minutes: Annotated[float | None, Ge(0), Le(1e9)] = None
+    """Minutes before the end time of a Slurm job (SLURM_JOB_END_TIME) at which the run saves a
+    checkpoint and exits with code 75. Unset: twice the longest save and the longest step so far,
+    at least 1 minute."""
+
+    sigusr1_action: Literal["stop", "save", "ignore"] = "stop"
+    """Action on SIGUSR1. stop: save a checkpoint and exit with code 75; save: save and continue;
+    ignore: nothing."""
+
     gc_interval: Annotated[int | None, Ge(0)] = None
     """Steps between garbage collections of Python, on all ranks in the same step and around
     evaluations; 0: whenever Python collects. Unset: 100 on several ranks, where a collection on

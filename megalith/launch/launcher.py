@@ -142,6 +142,17 @@ class InterruptHandler:
         raise KeyboardInterrupt
 
 
+class SignalRecorder:
+    """Handler that only records that its signal was received, before training has started."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Record the signal."""
+        self.received = True
+
+
 def die_with_parent(parent: int) -> None:
     """Have this process killed when its parent process `parent` ends in any way.
 
@@ -203,7 +214,10 @@ FOLDER_PREFIX = "megalith-launch-"
 """Prefix of a launcher's folder in the directory for temporary files."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the launcher forwards to its ranks."""
+"""Signals that end a job; the launcher forwards the first one to its ranks."""
+
+FORWARDED_SIGNALS = (*SIGNALS, signal.SIGUSR1)
+"""All signals that the launcher forwards: SIGUSR1 (train.sigusr1_action) as often as it comes."""
 
 INTERRUPTED = "KeyboardInterrupt"
 """Failure summary of a rank that SIGINT ended."""
@@ -282,13 +296,15 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
             die_with_parent(int(launcher.partition(":")[0]))
             faulthandler.enable()  # a crash outside Python shows where it was
             signal.signal(signal.SIGINT, interrupt)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `_Crew._start_rank`
+            signal.signal(signal.SIGUSR1, SignalRecorder())
+            # blocked by `_LocalRanks._start_rank`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         elif ERROR_FILE in environment:
             die_with_parent(os.getppid())
         code = function()
         # the result is final: a signal must not turn the exit of Python into a failure
         if launcher is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         return code
     except SystemExit:
         raise
@@ -386,7 +402,9 @@ class _LocalRanks:
     ended_ns: dict[int, int] = field(default_factory=dict)
     """When each rank was found to have ended; `time.monotonic_ns()`, as in `Failure`."""
     signals: list[int] = field(default_factory=list)
-    """Signals that this process has received."""
+    """Signals of `SIGNALS` that this process has received."""
+    num_sigusr1: int = 0
+    """How often it has received SIGUSR1."""
     failed_ns: int | None = None
     """When the first rank was found to have failed; after that the others are ended."""
     sent_sigterm: bool = False
@@ -412,7 +430,8 @@ class _LocalRanks:
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
         self.processes.append(process)
-        for number in self.signals:  # received during the start
+        received_during_start = [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]
+        for number in received_during_start:
             process.send_signal(number)
 
     def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
@@ -471,7 +490,11 @@ class _LocalRanks:
             process.wait()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward the first signal; kill all ranks on a second one."""
+        """Forward the first signal; kill all ranks on a second one. SIGUSR1 does not count."""
+        if number == signal.SIGUSR1:
+            self.num_sigusr1 += 1
+            self.send(number)
+            return
         self.signals.append(number)
         self.send(number if len(self.signals) == 1 else signal.SIGKILL)
 
@@ -593,7 +616,7 @@ def _blocked_signals() -> Iterator[None]:
     Until then a signal to a rank stays pending: it could only end the start of Python with a
     traceback.
     """
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
     try:
         yield
     finally:
@@ -607,7 +630,7 @@ def _signals_to(ranks: _LocalRanks) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
+    handled = [number for number in FORWARDED_SIGNALS if not is_ignored_hangup(number)]
     before = {number: signal.signal(number, ranks.on_signal) for number in handled}
     try:
         yield

@@ -443,13 +443,8 @@ UNUSED: tuple[Unused, ...] = (
         "with observe.dump.every unset nothing is dumped",
     ),
     Unused(
-        ("profile",),
-        lambda run, world: run.profile.start is None,
-        "with profile.start unset nothing is profiled",
-    ),
-    Unused(
         ("profile.shapes", "profile.stacks", "profile.memory", "profile.warmup"),
-        lambda run, world: run.profile.start is not None and run.profile.tool == "nsys",
+        lambda run, world: run.profile.tool == "nsys",
         "they belong to profile.tool=torch",
     ),
     Unused(

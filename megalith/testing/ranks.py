@@ -222,7 +222,7 @@ class _Worker:
         """Where each of its threads is now; asks it to say so."""
         file = self.folder / "stacks"
         before = file.stat().st_size
-        self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR2)
         deadline = time.monotonic() + 2.0
         while (
             file.stat().st_size == before
@@ -504,7 +504,7 @@ def serve(pipe: str, parent: str, folder: str) -> None:
     """The life of a worker: obey one call after the other until the parent closes the pipe."""
     die_with_parent(int(parent))
     connection, stacks = Connection(int(pipe)), Path(folder) / "stacks"
-    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks.open("w"), all_threads=True)
     environment = dict(os.environ)
     connection.send_bytes(b"ready")
     while True:

@@ -32,7 +32,6 @@ from megalith.train.callbacks.health import (
     Evaluator,
     FaultDetector,
     ReplicaCheck,
-    StopRequests,
 )
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -50,7 +49,9 @@ from megalith.train.callbacks.metrics import (
     Throughput,
     write_run_files,
 )
-from megalith.train.callbacks.profile import build_profiling_callbacks
+from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
+from megalith.train.callbacks.requests import RunRequests
+from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
@@ -65,12 +66,14 @@ def run_training(
     *,
     show: bool = True,
     callbacks: Sequence[Callback] = (),
+    job_end_time: float | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
-    the built-in ones and those of the settings.
+    the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
+    batch system ends the job.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -104,7 +107,7 @@ def run_training(
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
-        return TrainLoop(prepared, progress, lock, callbacks).run()
+        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
 
 
 def _open_log(folder: RunFolder, run: TrainRun, rank: int) -> AbstractContextManager[None]:
@@ -126,6 +129,7 @@ class TrainLoop:
         progress: StepProgress,
         lock: RunLock | None,
         callbacks: Sequence[Callback],
+        job_end_time: float | None = None,
     ) -> None:
         self.prepared, self.progress = prepared, progress
         run = prepared.run
@@ -133,16 +137,20 @@ class TrainLoop:
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
         self.fault_detector = FaultDetector()
-        self.stop_requests = StopRequests()
+        self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
         self.checkpointer = Checkpointer(self.fault_detector, lock)
+        self.profiler = Profiler()
+        lock_id = None if lock is None else lock.holder.id
+        self.run_requests = RunRequests(lock_id, self.evaluator, self.profiler)
         uses_trackers = run.observe.wandb is not None or run.observe.mlflow is not None
         self.callbacks = CallbackList(
             [
+                self.run_requests,  # its on_end runs last, when profiles are written
                 ReplicaCheck(),
                 RunFiles(),
                 Throughput(),
-                *build_profiling_callbacks(run, prepared.mesh.world.size),
+                *build_profiling_callbacks(run, prepared.mesh.world.size, self.profiler),
                 RoutingTraceWriter(),
                 ExpertLoadMetrics(),
                 BatchMetrics(),
@@ -206,6 +214,8 @@ class TrainLoop:
             if self.view.is_logged(finished.step):
                 self._log(metrics)
             requests = finished.result.requests
+            if StepRequest.PROFILE in requests:
+                self.profiler.open_window()
             self._evaluate(is_requested=StepRequest.EVALUATE in requests)
             if StepRequest.STOP in requests and state.step < num_steps:
                 outcome = Outcome("stopped", state.step, self._stop_reason())
@@ -317,4 +327,5 @@ class TrainLoop:
             self.callbacks.notify("after_save_failed", result)
 
     def _stop_reason(self) -> str:
-        return self.stop_requests.reason or self.callbacks.stop_reason or "another rank stopped"
+        own = self.stop_requests.reason or self.run_requests.stop_reason
+        return own or self.callbacks.stop_reason or "another rank stopped"

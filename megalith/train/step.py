@@ -113,6 +113,8 @@ class StepRequest(enum.Flag):
     """What callbacks ask the loop to do, in increasing priority; combined with |."""
 
     NONE = 0
+    PROFILE = enum.auto()
+    """Profile the next steps (profile.steps, after profile.warmup)."""
     EVALUATE = enum.auto()
     """Evaluate after the step."""
     SAVE = enum.auto()
@@ -129,11 +131,15 @@ class StepRequest(enum.Flag):
     """Discard the step and end the run without a save."""
 
 
+_AFTER_STEP = StepRequest.PROFILE | StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP
+"""Requests that do not change the step itself."""
+
+
 def resolve_requests(requests: StepRequest) -> StepRequest:
     """Return the requests that are executed: of requests that exclude each other, the later kind.
 
     >>> resolve_requests(StepRequest.SKIP | StepRequest.ROLLBACK)
-    <StepRequest.ROLLBACK: 16>
+    <StepRequest.ROLLBACK: 32>
     """
     if StepRequest.STOP_NOW in requests:
         return StepRequest.STOP_NOW
@@ -388,7 +394,7 @@ def _decide(
     requests = backward.requests | earlier | hooks.before_update(backward.stats)
     executed = resolve_requests(requests)
     names = ""
-    if requests & ~(StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP):
+    if requests & ~_AFTER_STEP:
         names = hooks.log_requests(requests, executed)
     if StepRequest.RERUN in executed and backward.stats.num_reruns == MAX_RERUNS:
         raise CallbackError(

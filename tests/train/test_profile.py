@@ -38,7 +38,7 @@ from megalith.train.callbacks import dump, memory, profile
 from megalith.train.callbacks import energy as energy_callback
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.callbacks.memory import OutOfMemory, is_out_of_memory
-from megalith.train.callbacks.profile import LayerRanges, Profiler, SectionRanges
+from megalith.train.callbacks.profile import LayerRanges, Profiler, ProfileWindow, SectionRanges
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from tests.observe.test_trackers import FakeWandb
@@ -311,17 +311,13 @@ def test_nsys_capture_ranges_sections_and_layers(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
-    monkeypatch.setattr(profile.Profiler, "on_start", _start_without_check)
+    monkeypatch.setattr(profile.Profiler, "_find_device_problem", lambda self: None)
     settings = {"profile.start": "2", "profile.steps": "1", "profile.tool": "nsys"}
     train(tmp_path, SHORT | settings)
     assert (calls[0], calls[-1]) == ("capture", "stop")
     pushed = [call for call in calls[1:-1] if call != "end"]
     assert pushed[:4] == ["forward_backward", "forward", "layers.0", "layers.1"]
     assert "optimizer" in pushed and len(pushed) == calls.count("end")
-
-
-def _start_without_check(self: Any, run: Any) -> None:
-    self._run, self._is_profiled, self._first = run, True, run.config.profile.start
 
 
 def test_ranges_of_threads_do_not_mix() -> None:
@@ -411,7 +407,7 @@ def test_failed_profile_leaves_no_ranges(
     monkeypatch.setattr(profile.Profiler, "_write", fail)
     monkeypatch.setattr(torch.cuda, "cudart", fail)
     if tool == "nsys":
-        monkeypatch.setattr(profile.Profiler, "on_start", _start_without_check)
+        monkeypatch.setattr(profile.Profiler, "_find_device_problem", lambda self: None)
     settings = {"profile.start": "2", "profile.steps": "1", "profile.tool": tool}
     train(tmp_path, SHORT | settings, ranges)
     assert "callback Profiler failed in" in (tmp_path / "log.txt").read_text()
@@ -584,7 +580,8 @@ def test_window_after_the_resumed_step_is_profiled_with_a_shorter_warmup(
 
 def test_rollback_does_not_profile_a_complete_window_again() -> None:
     profiler = Profiler()
-    profiler._is_profiled, profiler._first, profiler._is_finished = True, 3, True
+    profiler.window = ProfileWindow(3, 3, 4, Path("profile"))
+    profiler._is_profiled, profiler._is_finished = True, True
     profiler.before_step(3, [])
     assert not profiler._is_open
 

@@ -1,18 +1,13 @@
 """Health of a run (fault tolerance): checkpoints and evaluations, and how the loop executes them;
 detection of NaN or infinite losses, gradients and parameters, with the checkpoint to continue from;
-the check that replicas start from equal weights; early stop by preemption or the time limit.
+the check that replicas start from equal weights.
 """
 
 import logging
 import math
-import os
-import select
-import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -26,7 +21,6 @@ from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
-from megalith.launch.launcher import SIGNALS, is_ignored_hangup
 from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
@@ -281,106 +275,6 @@ def compare_stages(trainer: Trainer) -> None:
                 f"{name} is not the same on pipeline ranks {list(values)}, which share it. Use "
                 "machines of one type, or set checkpoint.load to weights that all of them read."
             )
-
-
-# Early stop of a run: preemption by a signal, or the time limit. The current step is finished and
-# saved first.
-
-
-class StopRequests(Callback):
-    """Requests to stop the run after a signal or at the time limit."""
-
-    essential = True
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def on_start(self, run: RunView) -> None:
-        """Handle signals from now on."""
-        self._run = run
-        self._stopper = Stopper(max_minutes=run.config.train.max_minutes, print_line=run.log)
-        self._stack.enter_context(self._stopper)
-
-    @property
-    def reason(self) -> str | None:
-        """Why this rank should stop, or None."""
-        return self._stopper.reason
-
-    def before_step(self, step: int, batches: StepBatches) -> None:
-        """Request to stop after this step."""
-        if self.reason is not None:
-            self._run.request(StepRequest.STOP)
-
-    def on_error(self, error: BaseException) -> None:
-        """Restore the signal handlers."""
-        self._stack.close()
-
-    def on_end(self, outcome: Outcome) -> None:
-        """Restore the signal handlers."""
-        self._stack.close()
-
-
-class Stopper:
-    """Records the first SIGTERM, SIGINT or SIGHUP; a second one ends the process immediately.
-
-    Restores the handlers on exit. A SIGHUP that `nohup` ignores stays ignored.
-    """
-
-    def __init__(self, *, max_minutes: float | None, print_line: Callable[[str], None]) -> None:
-        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._print_line = print_line
-        self._reason: str | None = None
-        self._before: dict[signal.Signals, Any] = {}  # Any: what the signal module calls a handler
-
-    def __enter__(self) -> "Stopper":
-        handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
-        self._before = {number: signal.signal(number, self._note) for number in handled}
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @property
-    def reason(self) -> str | None:
-        """Why the run should stop, or None."""
-        if (
-            self._reason is None
-            and self._deadline is not None
-            and time.monotonic() > self._deadline
-        ):
-            self._reason = "time limit"
-        return self._reason
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._reason = signal.Signals(number).name
-        if number == signal.SIGHUP:
-            _redirect_closed_output()
-        self._print_line(
-            f"{self._reason}: finishing the step and saving; repeat it to end without saving"
-        )
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
-
-
-def _redirect_closed_output() -> None:
-    """Redirect standard output and error to the null device if their terminal is closed.
-
-    Writing to a closed terminal would fail, and the checkpoint would not be saved.
-    """
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor)
-    closed = [descriptor for descriptor, events in poll.poll(0) if events & select.POLLHUP]
-    null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in closed:
-        os.dup2(null, descriptor)
-    os.close(null)
 
 
 # --- checkpoints and evaluations: when they are due, and how the loop executes them

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megalith.config.observe import ProfileConfig
+from megalith import storage
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import ConfigError
@@ -98,14 +99,28 @@ class LayerRanges:
             torch.cuda.nvtx.range_pop()
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileWindow:
+    """Steps of a profile, and the folder of its traces."""
+
+    first: int
+    """First step in which the profiler runs, to warm up."""
+    start: int
+    """First recorded step."""
+    last: int
+    folder: Path
+
+
 class Profiler(Callback):
-    """Profiles a window of steps on some ranks (profile.start)."""
+    """Profiles a window of steps on some ranks: that of profile.start, and requested ones."""
 
     def __init__(self) -> None:
         self._profiler: Any = None  # Any: torch.profiler.profile has no types for its arguments
         self._layers: LayerRanges | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="profile")
         self._written: Future[None] | None = None
+        self.window: ProfileWindow | None = None
+        """The current, next or last window; None: no profile was set or requested."""
         self._is_finished = False
         """Whether the window is complete; a rollback does not open it again."""
 
@@ -116,25 +131,71 @@ class Profiler(Callback):
             ConfigError: it does not.
         """
         self._run, config = run, run.config.profile
-        if config.tool == "nsys" and run.device.type == "cpu":
-            raise ConfigError(
-                f"profile.tool={config.tool} captures GPU work, and the device of rank "
-                f"{run.mesh.world.rank} is {run.device.type}. Set profile.tool=torch."
-            )
         self._is_profiled = not config.ranks or run.mesh.world.rank in config.ranks
+        if config.start is None:
+            return
+        if (problem := self._find_device_problem()) is not None:
+            raise ConfigError(problem)
         warmup = config.warmup if config.tool == "torch" else 0
-        self._first = max(run.step + 1, _start(config) - warmup)
-        self._is_finished = run.step >= _start(config)
+        self.window = ProfileWindow(
+            max(run.step + 1, config.start - warmup),
+            config.start,
+            config.start + config.steps - 1,
+            run.folder.path / "profile",
+        )
+        self._is_finished = run.step >= config.start
         if self._is_finished and run.is_writer:
             run.log(
                 f"profile.start={config.start} is not after step {run.step}, at which this run "
                 "starts; no profile is written"
             )
 
+    def _find_device_problem(self) -> str | None:
+        if self._run.config.profile.tool == "nsys" and self._run.device.type == "cpu":
+            return (
+                f"profile.tool={self._run.config.profile.tool} captures GPU work, and the device "
+                f"of rank {self._run.mesh.world.rank} is {self._run.device.type}. Set "
+                "profile.tool=torch."
+            )
+        return None
+
+    def find_problem(self) -> str | None:
+        """Return why no window can be opened now, or None."""
+        window = self.window
+        if window is not None and not self._is_finished:
+            return (
+                f"steps {window.start} to {window.last} are profiled already. Request it again "
+                "after them."
+            )
+        return self._find_device_problem()
+
+    def open_window(self) -> None:
+        """Profile the steps that follow, after profile.warmup; called on all ranks in the same
+        step. An open window stays as it is."""
+        if self.find_problem() is not None:
+            return
+        config, step = self._run.config.profile, self._run.step
+        warmup = config.warmup if config.tool == "torch" else 0
+        start = step + 1 + warmup
+        folder = self._run.folder.path / "profile" / f"step_{start:07d}"
+        self.window = ProfileWindow(step + 1, start, start + config.steps - 1, folder)
+        self._is_finished = False
+
+    def list_missing_traces(self) -> list[Path]:
+        """Return the traces of the window that the profiled ranks have not written."""
+        config = self._run.config.profile
+        if self.window is None or config.tool == "nsys":
+            return []
+        ranks = config.ranks or self._run.mesh.world.ranks
+        paths = [_trace_path(self.window.folder, rank) for rank in ranks]
+        return [path for path in paths if not path.exists()]
+
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Start the profiler before the first step of the window."""
-        is_due = self._is_profiled and step == self._first
-        if not is_due or self._is_open or self._is_finished:
+        window = self.window
+        if window is None or self._is_finished or self._is_open:
+            return
+        if step != window.first or not self._is_profiled:
             return
         config, trainer = self._run.config.profile, self._run.prepared.trainer
         if config.tool == "nsys":
@@ -142,7 +203,7 @@ class Profiler(Callback):
             self._layers = LayerRanges(trainer.pipeline_model.modules)
             self._layers.start()
         else:
-            self._profiler = self._build(_start(config) - step)
+            self._profiler = self._build(window.start - step)
             self._profiler.start()
         trainer.timers.ranges = SectionRanges(nvtx=config.tool == "nsys")
 
@@ -164,8 +225,10 @@ class Profiler(Callback):
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Count a step of the window; write the profile after the last one."""
-        config = self._run.config.profile
-        is_last = self._is_open and finished.step >= _start(config) + config.steps - 1
+        window = self.window
+        if window is None or self._is_finished:
+            return
+        is_last = finished.step >= window.last
         try:
             if self._profiler is not None:
                 self._wait_for_collectives()
@@ -175,18 +238,21 @@ class Profiler(Callback):
             raise
         if is_last:
             self._close()
+            self._is_finished = True
 
     def _wait_for_collectives(self) -> None:
         """Wait for the parameters that are gathered: a collective that ends after the profiler has
         freed its events corrupts the heap (torch 2.13 with gloo)."""
         self._run.prepared.trainer.data.wait_params()
 
-    def _write(self, profiler: Any) -> None:  # Any: as above
+    def _write(self, profiler: Any, folder: Path) -> None:  # Any: as above
         """Write the trace, and log the operations with the longest self time, in a thread."""
         rank = self._run.mesh.world.rank
-        path = self._run.folder.path / "profile" / f"rank_{rank:05d}.json"
+        path = _trace_path(folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
+        temporary = path.with_name(f"{path.stem}.tmp.json")
+        profiler.export_chrome_trace(str(temporary))
+        storage.rename(temporary, path)
         kind = "cpu_op" if self._run.device.type == "cpu" else "kernel"
         text = describe_trace(path, kind)
         _log.info("profile of rank %d in %s:\n%s", rank, path, text)
@@ -216,7 +282,8 @@ class Profiler(Callback):
         if profiler is not None:
             self._wait_for_collectives()
             profiler.stop()
-            self._written = self._pool.submit(self._write, profiler)
+            assert self.window is not None
+            self._written = self._pool.submit(self._write, profiler, self.window.folder)
         if layers is not None:
             torch.cuda.cudart().cudaProfilerStop()
 
@@ -284,10 +351,8 @@ def list_operations_by_self_time(events: Sequence[Mapping[str, Any]]) -> list[st
     return [f"{seconds[name] / 1000:10.3f} ms {calls[name]:6} calls  {name}" for name in longest]
 
 
-def _start(config: ProfileConfig) -> int:
-    """Return profile.start, which is set."""
-    assert config.start is not None
-    return config.start
+def _trace_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.json"
 
 
 class GarbageCollector(Callback):
@@ -353,16 +418,15 @@ class ParamNorm(Callback):
             metrics["param_norm"] = all_reduce_(squares, self._run.mesh.world).sqrt().item()
 
 
-def build_profiling_callbacks(run: TrainRun, world: int) -> list[Callback]:
-    """Return the callbacks for the measurements that the settings enable."""
+def build_profiling_callbacks(run: TrainRun, world: int, profiler: Profiler) -> list[Callback]:
+    """Return the callbacks for the measurements that the settings enable, after `profiler`."""
     observe, interval = run.observe, run.train.gc_interval
     collects = world > 1 if interval is None else interval > 0
     enabled: list[tuple[bool, type[Callback]]] = [
-        (run.profile.start is not None, Profiler),
         (True, MemoryReport),
         (observe.energy, EnergyMeter),
         (collects, GarbageCollector),
         (observe.dump.every is not None, TensorDump),
         (observe.param_norm, ParamNorm),
     ]
-    return [cls() for is_enabled, cls in enabled if is_enabled]
+    return [profiler, *(cls() for is_enabled, cls in enabled if is_enabled)]
