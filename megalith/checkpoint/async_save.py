@@ -59,6 +59,7 @@ from megalith.checkpoint.writer import (
 from megalith.errors import CheckpointError
 from megalith.observe.limits import free_memory
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
+from megalith.storage import StoragePath
 
 MIN_NBYTES = 64 * 2**20
 """Bytes per rank below which `checkpoint.async_save=auto` saves synchronously. Heuristic: that
@@ -336,7 +337,7 @@ class AsyncSaver:
 
     def begin(
         self,
-        folder: Path,
+        folder: StoragePath,
         step: int,
         entries: Sequence[CheckpointEntry],
         state: Mapping[str, Any],  # JSON

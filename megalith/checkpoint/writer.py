@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from megalith import storage
 from megalith.checkpoint.commit import FolderTexts, Retention, commit_folder
@@ -36,7 +35,9 @@ from megalith.checkpoint.manifest import (
     part_name,
 )
 from megalith.errors import CheckpointError
+from megalith.object_store import StorePath
 from megalith.plan.shards import Box
+from megalith.storage import StoragePath
 
 # --- commands of the rank
 
@@ -85,7 +86,7 @@ class CommitJob:
 class SaveJob:
     """A save whose values are complete in the shared memory."""
 
-    staging: Path
+    staging: StoragePath
     step: int
     rank: int
     commit: CommitJob | None
@@ -119,9 +120,9 @@ class PartWritten:
 class Committed:
     """The checkpoint is complete."""
 
-    path: Path
+    path: StoragePath
     nbytes: int
-    removed: tuple[Path, ...]
+    removed: tuple[StoragePath, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,10 @@ class CheckpointWriter:
             except (OSError, CheckpointError) as error:
                 job = None
                 self._report(Failed(error))
-        if job is not None and job.commit is not None and self._wait_for_parts(job, job.commit):
+        if job is None or job.commit is None or isinstance(job.staging, StorePath):
+            # The next run may save the same step under the same prefix of a store.
+            return
+        if self._wait_for_parts(job, job.commit):
             # The next run may read older checkpoints by now, so none is deleted; it may also have
             # removed the folder.
             with contextlib.suppress(OSError, CheckpointError):
@@ -283,7 +287,7 @@ class CheckpointWriter:
         self._report(PartWritten(nbytes, time.monotonic() - started))
 
     def _write_file(
-        self, path: Path, contents: Sequence[tuple[str, PlannedBox]]
+        self, path: StoragePath, contents: Sequence[tuple[str, PlannedBox]]
     ) -> dict[tuple[str, Box], str]:
         """Write one file of boxes and return their hashes."""
         hashes, offset = {}, 0
@@ -298,6 +302,8 @@ class CheckpointWriter:
                 hashes[key, box.box] = digest.hexdigest()
                 storage.begin_sync(file, offset, nbytes)
                 offset += nbytes
+            if isinstance(path, StorePath) and os.getppid() != self.rank_pid:
+                raise CheckpointError(f"The rank has ended, so {path} is not stored.")
             storage.sync_file(file)
         return hashes
 
@@ -338,7 +344,7 @@ class CheckpointWriter:
         while time.monotonic() < deadline:
             if names <= set(storage.list_names(job.staging / PARTS)):
                 return True
-            if not job.staging.exists():  # the next run has removed it
+            if not storage.is_folder(job.staging):  # the next run has removed it
                 return False
             time.sleep(_POLL_S)
         return False

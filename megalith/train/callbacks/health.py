@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -31,6 +30,7 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
+from megalith.storage import StoragePath
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
@@ -209,7 +209,7 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
     )
 
 
-def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> str:
+def describe_last_good_checkpoint(folder: StoragePath, last_update: int, lr: float) -> str:
     """Describe how to continue from the newest checkpoint in `folder` before a series of skipped
     steps.
 
