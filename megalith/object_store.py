@@ -490,8 +490,12 @@ class StoreFile(io.BytesIO):
         Raises:
             OSError: the store has not accepted them.
         """
-        with self.getbuffer() as data:
-            put_object(self.path, data)
+        put_object(self.path, self.getbuffer())
+
+    def close(self) -> None:
+        """Forget the contents, or leave them to a request that still reads them."""
+        with contextlib.suppress(BufferError):
+            super().close()
 
 
 def put_object(path: StorePath, data: bytes | memoryview) -> None:
