@@ -12,20 +12,26 @@ import importlib
 import io
 import itertools
 import logging
+import mmap
 import os
 import random
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from megalith.errors import ConfigError
 
 PART_NBYTES = 32 * 2**20
 """Larger objects are uploaded in parts of this size. Heuristic: S3 needs at least 5 MiB, and
 recommends parts from about 100 MB in total on."""
+
+MAX_MEMORY_NBYTES = 2**28
+"""Files that become larger are written to the disk until they are stored (heuristic: four times
+the objects of a save)."""
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 30.0
@@ -476,13 +482,32 @@ def _log_cause_once(scheme: str, bucket: str, action: str, kind: str, cause: str
 # --- objects
 
 
-class StoreFile(io.BytesIO):
-    """File in memory that becomes an object by `put`; without that, nothing is stored."""
+class StoreFile(io.RawIOBase):
+    """File that becomes an object by `put`; without that, nothing is stored. Its contents are in
+    memory, or if they are large in a temporary file."""
 
     def __init__(self, path: StorePath) -> None:
         super().__init__()
         self.path = path
         self.name = path.url
+        self._memory = bytearray()
+        self._file: IO[bytes] | None = None
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:  # any bytes-like object
+        """Append bytes."""
+        if self._file is None and len(self._memory) + len(data) > MAX_MEMORY_NBYTES:
+            self._file = tempfile.TemporaryFile(prefix="megalith-")  # noqa: SIM115 - see `close`
+            self._file.write(self._memory)
+            self._memory = bytearray()
+        if self._file is None:
+            self._memory += data
+        else:
+            self._file.write(data)
+        return len(data)
 
     def put(self) -> None:
         """Store the contents.
@@ -490,15 +515,21 @@ class StoreFile(io.BytesIO):
         Raises:
             OSError: the store has not accepted them.
         """
-        put_object(self.path, self.getbuffer())
+        if self._file is None:
+            put_object(self.path, self._memory)
+            return
+        self._file.flush()
+        put_object(self.path, mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def close(self) -> None:
-        """Forget the contents, or leave them to a request that still reads them."""
-        with contextlib.suppress(BufferError):
-            super().close()
+        """Forget the contents."""
+        if self._file is not None:
+            self._file.close()
+        self._memory = bytearray()
+        super().close()
 
 
-def put_object(path: StorePath, data: bytes | memoryview) -> None:
+def put_object(path: StorePath, data: bytes | bytearray | memoryview | mmap.mmap) -> None:
     """Store an object, which a reader sees complete or not at all, and request it by name.
 
     Raises:

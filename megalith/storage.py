@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from megalith import object_store
 from megalith.errors import CheckpointError
@@ -65,7 +65,7 @@ def open_new(path: StoragePath) -> BinaryIO:
     An object is stored by `sync_file`; if the file is closed before, it does not appear.
     """
     if isinstance(path, StorePath):
-        return StoreFile(path)
+        return cast(BinaryIO, StoreFile(path))  # it has what writers use
     return open(path, "xb")
 
 
