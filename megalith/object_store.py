@@ -268,13 +268,14 @@ class FsspecUpload:
 
     def abort(self) -> None:
         """Delete the parts, and what stores without multipart uploads show of the object."""
-        buffered = hasattr(self._file, "_initiate_upload")
-        try:
-            self._file.discard()
-        finally:
-            self._file.closed = True  # the destructor would complete the upload
-            if not buffered:
-                self._file_system.rm_file(self._key)
+        if hasattr(self._file, "_initiate_upload"):
+            try:
+                self._file.discard()
+            finally:
+                self._file.closed = True  # the destructor would complete the upload
+            return
+        self._file.close()
+        self._file_system.rm_file(self._key)
 
 
 class FsspecClient:
