@@ -233,7 +233,7 @@ class MegatronCheckpoint(Checkpoint):
             return replace(self, has_optimizer=True)
         optimizer = read_optimizer(self.folder, self.run.model, self.canonical_tensors)
         verify_buckets(optimizer, self.canonical_tensors, rank=rank, world_size=world_size)
-        boxes = _BoxTable(self.path, self.run.model)
+        boxes = _BoxTable(self.local_folder(), self.run.model)
         for role in ("master", "exp_avg", "exp_avg_sq"):
             prefix = f"{role}."
             tensors = {
