@@ -329,10 +329,10 @@ class FsspecClient:
         """Return the lengths of all objects under a prefix, by key."""
         self._file_system.invalidate_cache()
         own = self._file_system._strip_protocol(prefix)
-        found = self._file_system.find(prefix, detail=True)
+        infos = self._file_system.find(prefix, detail=True)
         return {
             f"{prefix}/{path.removeprefix(own).strip('/')}": int(info["size"])
-            for path, info in found.items()
+            for path, info in infos.items()
             if path.startswith(f"{own}/")
         }
 

@@ -30,7 +30,7 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
-from megalith.storage import StoragePath
+from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
@@ -500,6 +500,7 @@ class Checkpointer(Callback):
             return None
         settings = WriterSettings(
             threads=checkpoint.writer_threads,
+            max_file_nbytes=max_file_nbytes(self._run.folder.checkpoints),
             timeout_seconds=checkpoint.writer_timeout_seconds,
             drain_seconds=checkpoint.drain_timeout_seconds,
         )
