@@ -172,9 +172,7 @@ def verify(argv: list[str]) -> int:
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     paths = {str(path): path for path in list_checkpoints(find_folder(options.path))}
-    problems_by_path = {
-        name: find_problems(path) for name, path in paths.items()
-    }
+    problems_by_path = {name: find_problems(path) for name, path in paths.items()}
     if options.deep:
         problems_by_path |= {
             path: list_nonfinite_tensors(open_any(paths[path]))
@@ -199,10 +197,11 @@ def find_problems(path: StoragePath) -> list[str]:
     from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
 
     try:
-        megatron = is_megatron(path)
+        if not is_megatron(path):
+            return verify_checkpoint(path)
     except CheckpointError as error:  # an interrupted save, or a format that is not read
         return [str(error)]
-    return verify_megatron(path) if megatron else verify_checkpoint(path)
+    return verify_megatron(path)
 
 
 def diff(argv: list[str]) -> int:

@@ -4,7 +4,6 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
