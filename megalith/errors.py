@@ -7,7 +7,7 @@ Any other exception is a bug and keeps its traceback.
 
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from pathlib import Path
+from typing import Any
 
 MAX_PROBLEMS = 100
 """Maximum number of problems in one message. Heuristic: more are not read, and finding the nearest
@@ -35,7 +35,8 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint whose tensors cannot be read as they were saved; raised on every rank that loads
     it."""
 
-    def __init__(self, reason: str, path: Path | None = None, advice: str = "") -> None:
+    def __init__(self, reason: str, path: Any = None, advice: str = "") -> None:
+        # `path` is a `storage.StoragePath`, whose module imports this one.
         super().__init__(f"{reason}{advice}")
         self.reason = reason
         """Which file is damaged, and how, without advice."""

@@ -27,7 +27,9 @@ ROWS = (
     ("megatron",),
     ("plan", "recipes"),
     ("config",),
-    ("errors", "storage"),
+    ("storage",),
+    ("object_store",),
+    ("errors",),
 )
 """Top row first. `megalith/__init__.py` is below all of them, `megalith/__main__.py` beside cli."""
 HEIGHT = {name: len(ROWS) - number for number, row in enumerate(ROWS) for name in row} | {
@@ -42,6 +44,7 @@ FREE_OF_TORCH = (
     "recipes",
     "config",
     "errors",
+    "object_store",
     "storage",
     "__init__",
 )

@@ -54,11 +54,13 @@ from megalith.checkpoint.writer import (
     PartWritten,
     Report,
     SaveJob,
+    count_files,
     plan_files,
 )
 from megalith.errors import CheckpointError
 from megalith.observe.limits import free_memory
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
+from megalith.storage import StoragePath
 
 MIN_NBYTES = 64 * 2**20
 """Bytes per rank below which `checkpoint.async_save=auto` saves synchronously. Heuristic: that
@@ -84,6 +86,9 @@ class WriterSettings:
     """Settings of the writer process of each rank."""
 
     threads: int = 1
+    max_file_nbytes: int = 0
+    """Length after which another file is begun; 0: none."""
+
     timeout_seconds: float = 600.0
     drain_seconds: float = 120.0
 
@@ -140,7 +145,7 @@ class WriterProcess:
         rank_socket, writer_socket = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         arguments = [writer_socket.fileno(), region.fd, region.nbytes, os.getpid()]
-        limits = [settings.threads, settings.drain_seconds]
+        limits = [settings.threads, settings.max_file_nbytes, settings.drain_seconds]
         with writer_socket:
             self._process = subprocess.Popen(
                 # -P: a file in the working folder, such as socket.py, hides no module
@@ -318,7 +323,9 @@ class AsyncSaver:
 
     def _share_plans(self, digests: tuple[str, ...]) -> None:
         """Collect what all ranks write, for `.metadata`. Collective; once per structure."""
-        part = plan_files(self._plan.write_plan, self._world.rank, self._settings.threads, {})
+        plan, settings = self._plan.write_plan, self._settings
+        num_files = count_files(plan, settings.threads, settings.max_file_nbytes)
+        part = plan_files(plan, self._world.rank, num_files, {})
         parts = [
             each for each in gather_objects(part, self._world) if isinstance(each, WrittenPart)
         ]
@@ -336,7 +343,7 @@ class AsyncSaver:
 
     def begin(
         self,
-        folder: Path,
+        folder: StoragePath,
         step: int,
         entries: Sequence[CheckpointEntry],
         state: Mapping[str, Any],  # JSON

@@ -2,9 +2,11 @@
 deletes old checkpoints; removal of what interrupted saves have left. Without torch, for the writer
 processes of asynchronous saves."""
 
+import errno
 import logging
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from megalith import storage
 from megalith.checkpoint.manifest import (
     CONFIG,
+    DAMAGED_MANIFEST,
     LATEST,
     MANIFEST,
     METADATA,
@@ -23,10 +26,13 @@ from megalith.checkpoint.manifest import (
     folder_name,
     is_complete,
     list_complete_checkpoints,
+    parse_step_name,
     read_pointer,
     sha256,
     step_folders,
 )
+from megalith.object_store import StorePath
+from megalith.storage import StoragePath
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +54,14 @@ class FolderTexts:
 
 
 def commit_folder(
-    staging: Path,
+    staging: StoragePath,
     step: int,
     tensors: dict[str, StoredTensor],
     files: Mapping[str, StoredFile],
     texts: FolderTexts,
     *,
     world_size: int,
-) -> tuple[Path, Manifest]:
+) -> tuple[StoragePath, Manifest]:
     """Turn a folder into which every rank has written its part into a checkpoint; run by one
     process.
 
@@ -74,9 +80,65 @@ def commit_folder(
         storage.write_new(staging / name, data)
         all_files[name] = StoredFile(len(data), sha256(data))
     manifest = Manifest(step, world_size, tensors, all_files)
-    storage.write_new(staging / MANIFEST, dump_manifest(manifest, texts.versions))
+    text = dump_manifest(manifest, texts.versions)
+    storage.write_new(staging / MANIFEST, text)
+    if isinstance(staging, StorePath):
+        return _publish_prefix(staging, step, text), manifest
     storage.sync_folder(staging)
     return _rename_to_final(staging, step), manifest
+
+
+def _publish_prefix(prefix: StorePath, step: int, manifest: bytes) -> StorePath:
+    """Check that a store has the manifest of a new checkpoint, update the pointer, and delete
+    older saves of the step.
+
+    Raises:
+        OSError: the store does not have the manifest.
+    """
+    if storage.read_bytes(prefix / MANIFEST) != manifest:
+        raise OSError(errno.EIO, "the store has another manifest than the one written", str(prefix))
+    try:
+        storage.replace_file(prefix.parent / LATEST, f"{prefix.name}\n".encode())
+        for older in _list_saves(prefix.parent, step):
+            if older != prefix:
+                remove_checkpoint(older)
+    except OSError as error:  # the checkpoint is complete; the next start repeats both
+        _log.warning("%s is saved, but tidying up after it failed: %s", prefix, error)
+    return prefix
+
+
+def choose_prefix(folder: StorePath, step: int) -> StorePath:
+    """Return the prefix for a new save of a step: step_NNNNNNN, or if objects have that prefix
+    already, one with a revision that no other save has."""
+    names = [*storage.list_names(folder), read_pointer(folder) or ""]
+    revisions = [
+        parsed[1]
+        for name in names
+        if (parsed := parse_step_name(name)) is not None and parsed[0] == step
+    ]
+    if not revisions and not storage.exists(folder / folder_name(step) / MANIFEST):
+        return folder / folder_name(step)
+    # The time makes it unique even if the listing is old.
+    revision = max([int(time.time()), *(each + 1 for each in revisions)])
+    return folder / f"{folder_name(step)}.r{revision:08x}"
+
+
+def _list_saves(folder: StorePath, step: int) -> list[StorePath]:
+    """Return the prefixes of all saves of a step, complete or not."""
+    parsed = ((name, parse_step_name(name)) for name in storage.list_names(folder))
+    return [folder / name for name, match in parsed if match is not None and match[0] == step]
+
+
+def remove_checkpoint(path: StoragePath) -> None:
+    """Delete a checkpoint, or what a failed save has left. In a store the manifest is deleted
+    first, so that no reader sees an incomplete checkpoint.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if isinstance(path, StorePath):
+        storage.remove_file(path / MANIFEST)
+    storage.remove_tree(path)
 
 
 def _rename_to_final(staging: Path, step: int) -> Path:
@@ -120,12 +182,12 @@ class Retention:
     """The last step that updated the weights, if later steps were skipped. The newest checkpoint up
     to that step is kept, because later ones may be of a divergent run."""
 
-    def delete_old(self, folder: Path) -> list[Path]:
+    def delete_old(self, folder: StoragePath) -> list[StoragePath]:
         """Delete the other complete checkpoints of a folder and return them. A failed deletion is a
         warning, and the next call tries again."""
         return [path for path in self.select_old(folder) if _delete(path)]
 
-    def select_old(self, folder: Path) -> list[Path]:
+    def select_old(self, folder: StoragePath) -> list[StoragePath]:
         """Return the complete checkpoints of a folder that `delete_old` deletes, oldest first."""
         assert self.keep is None or self.keep >= 1, self.keep
         if self.keep is None:
@@ -136,12 +198,12 @@ class Retention:
             complete[step]
             for step in _to_delete(complete, self.keep, self.keep_every)
             if step != last_good
-            and not complete[step].is_symlink()
-            and not (complete[step] / PIN).exists()
+            and not storage.is_link(complete[step])
+            and not storage.exists(complete[step] / PIN)
         ]
 
 
-def set_aside_damaged(path: Path) -> Path:
+def set_aside_damaged(path: StoragePath) -> StoragePath:
     """Rename a damaged checkpoint to step_NNNNNNN.damaged and update `latest`; return the new path.
 
     The folder is kept for inspection and no longer counts as a checkpoint; otherwise retention
@@ -151,6 +213,8 @@ def set_aside_damaged(path: Path) -> Path:
     Raises:
         OSError: the folder cannot be renamed.
     """
+    if isinstance(path, StorePath):
+        return _set_aside_prefix(path)
     aside, number = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists():
         number += 1
@@ -161,7 +225,41 @@ def set_aside_damaged(path: Path) -> Path:
     return aside
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
+def _set_aside_prefix(path: StorePath) -> StorePath:
+    """Rename the manifest of a damaged checkpoint in a store, and return its new path."""
+    aside = path / DAMAGED_MANIFEST
+    try:
+        contents = storage.read_bytes(path / MANIFEST)
+    except OSError as error:
+        contents = f"The manifest could not be read: {error}\n".encode()
+    storage.replace_file(aside, contents)
+    storage.remove_file(path / MANIFEST)
+    _correct_pointer(path.parent)
+    return aside
+
+
+def _remove_leftover_prefixes(folder: StorePath) -> list[StoragePath]:
+    """Delete what interrupted saves and deletions have left in a store, and older saves of steps
+    that were saved again."""
+    removed: list[StoragePath] = []
+    for name in storage.list_names(folder):
+        if name.startswith(".probe-"):
+            storage.remove_file(folder / name)
+    steps = step_folders(folder)
+    for step, newest in steps.items():
+        for path in _list_saves(folder, step):
+            is_saved = storage.exists(path / MANIFEST)
+            if (is_saved and path == newest) or storage.exists(path / DAMAGED_MANIFEST):
+                continue
+            remove_checkpoint(path)
+            text = "an older save of the step" if is_saved else "left by an interrupted save"
+            _log.warning("removed %s, %s", path, text)
+            removed.append(path)
+    _correct_pointer(folder)
+    return removed
+
+
+def remove_leftovers(folder: StoragePath) -> list[StoragePath]:
     """Remove what killed saves have left, and restore a checkpoint that an interrupted overwrite
     moved aside.
 
@@ -169,6 +267,8 @@ def remove_leftovers(folder: Path) -> list[Path]:
     hold the run's lock and must not have saved yet, so that no save is in progress. Returns the
     changed folders.
     """
+    if isinstance(folder, StorePath):
+        return list(_remove_leftover_prefixes(folder))
     names = storage.list_names(folder)
     for name in names:
         if name.startswith(f"{LATEST}.tmp-"):
@@ -192,11 +292,11 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return [folder / name for name, _ in leftovers]
 
 
-def _correct_pointer(folder: Path) -> None:
+def _correct_pointer(folder: StoragePath) -> None:
     """Make `latest` name the newest complete checkpoint, if there is one; a failure is a
     warning."""
-    steps = reversed(step_folders(folder).items())
-    newest = next((folder_name(step) for step, path in steps if is_complete(path)), None)
+    paths = reversed(step_folders(folder).values())
+    newest = next((_final_name(path) for path in paths if is_complete(path)), None)
     named = read_pointer(folder)
     if newest in (None, named):
         return
@@ -211,15 +311,23 @@ def _correct_pointer(folder: Path) -> None:
     )
 
 
-def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) -> list[int]:
+def _final_name(path: StoragePath) -> str:
+    """Return the name of a checkpoint's folder, without what an interrupted overwrite appends."""
+    return path.name.partition(".old-")[0]
+
+
+def _to_delete(complete: Mapping[int, StoragePath], keep: int, keep_every: int | None) -> list[int]:
     steps = sorted(complete)
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
 
 
-def _delete(path: Path) -> bool:
+def _delete(path: StoragePath) -> bool:
     """Delete a folder after renaming it, so that no reader sees an incomplete checkpoint."""
-    trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
     try:
+        if isinstance(path, StorePath):
+            remove_checkpoint(path)
+            return True
+        trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
         storage.rename(path, trash)
         storage.remove_tree(trash)
     except OSError as error:

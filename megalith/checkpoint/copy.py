@@ -1,5 +1,6 @@
 """Copies a checkpoint: every byte is hashed on the way, and the manifest is written last."""
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
@@ -8,26 +9,34 @@ from typing import BinaryIO
 
 from megalith import storage
 from megalith.checkpoint import format as layout
+from megalith.checkpoint.commit import remove_checkpoint
 from megalith.checkpoint.format import StoredBox, StoredFile
 from megalith.checkpoint.load import Checkpoint
 from megalith.errors import CheckpointError
+from megalith.object_store import StorePath
+from megalith.storage import StoragePath
 
 _CHUNK_NBYTES = 8 * 2**20
 """Bytes that are read at a time (heuristic)."""
 
 
 def copy_checkpoint(
-    source: Checkpoint, target: Path, *, on_copied: Callable[[int], None] = lambda nbytes: None
+    source: Checkpoint,
+    target: StoragePath,
+    *,
+    on_copied: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
     """Copy a checkpoint to the new folder `target` and return its bytes. The folder appears
-    complete or not at all.
+    complete or not at all; in a store, its manifest is written last.
 
     Raises:
         CheckpointError: the target exists or has the name of another step, the source is damaged,
             or writing failed.
     """
     _check_target(source, target)
-    staging = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    in_store = isinstance(target, StorePath)
+    staging = target if in_store else target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    is_complete = False
     files = source.manifest.files
     try:
         storage.make_folder(staging)
@@ -40,7 +49,7 @@ def copy_checkpoint(
         boxes = _list_boxes(source)
         total = 0
         for name, file in sorted(files.items()):
-            if name == layout.METADATA and not (source.path / name).exists():
+            if name == layout.METADATA and not storage.exists(source.path / name):
                 continue  # not read by Megalith: see `Checkpoint.warnings`
             _copy_file(source.path / name, staging / name, file, boxes.get(name, ()), on_copied)
             total += file.nbytes
@@ -48,21 +57,25 @@ def copy_checkpoint(
         layout.parse_manifest(manifest, source.path / layout.MANIFEST)  # checks its hash
         storage.write_new(staging / layout.MANIFEST, manifest)
         storage.sync_folder(staging)
-        _check_target(source, target)
-        storage.rename(staging, target)
-        storage.sync_folder(target.parent)
+        if isinstance(staging, Path) and isinstance(target, Path):
+            _check_target(source, target)
+            storage.rename(staging, target)
+            storage.sync_folder(target.parent)
+        is_complete = True
     except OSError as error:
         raise CheckpointError(
             f"{target}: not copied ({error}). Free some space, or choose another target."
         ) from error
     finally:
-        storage.remove_tree(staging)
+        if not (in_store and is_complete):
+            with contextlib.suppress(OSError) if in_store else contextlib.nullcontext():
+                remove_checkpoint(staging)
     return total + len(manifest)
 
 
-def _check_target(source: Checkpoint, target: Path) -> None:
+def _check_target(source: Checkpoint, target: StoragePath) -> None:
     """Check that nothing is at the target, and that its name is not that of another step."""
-    if target.exists() or target.is_symlink():
+    if storage.is_folder(target) or storage.exists(target) or storage.is_link(target):
         raise CheckpointError(
             f"{target} already exists and is not overwritten. Choose another target, such as "
             f"{target / source.path.name} if it is a folder of checkpoints, or remove it."
@@ -85,8 +98,8 @@ def _list_boxes(source: Checkpoint) -> dict[str, list[StoredBox]]:
 
 
 def _copy_file(
-    source: Path,
-    target: Path,
+    source: StoragePath,
+    target: StoragePath,
     file: StoredFile,
     boxes: Sequence[StoredBox],
     on_copied: Callable[[int], None],
@@ -103,7 +116,7 @@ def _copy_file(
 
 
 def _copy_range(
-    source: Path,
+    source: StoragePath,
     output: BinaryIO,
     span: tuple[int, int],
     sha256: str | None,

@@ -4,9 +4,13 @@ No code in the folder is executed: the manifest is validated JSON, tensors are r
 `weights_only`, and `.metadata`, a pickle, is not opened.
 """
 
+import atexit
+import functools
 import io
 import logging
+import shutil
 import struct
+import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +21,7 @@ from typing import IO, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from megalith import storage
 from megalith.checkpoint import format as layout
 from megalith.checkpoint.format import (
     CheckpointEntry,
@@ -61,8 +66,10 @@ from megalith.checkpoint.manifest import (
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.object_store import StorePath
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box, intersect
+from megalith.storage import StoragePath
 
 # --- archives of torch.save, read without copying their values
 
@@ -159,7 +166,7 @@ _log = logging.getLogger(__name__)
 class Checkpoint:
     """A complete checkpoint. Tensors are read, and their hashes checked, on request."""
 
-    path: Path
+    path: StoragePath
     manifest: Manifest
     state: dict[str, Any]  # JSON
     """Training state: everything saved that is not a tensor."""
@@ -265,6 +272,11 @@ class Checkpoint:
             if intersect(stored.box, box) == box:
                 return inner_view(TensorPiece(stored.box, self._read_box(key, stored)), box)
         return None
+
+    def local_folder(self) -> Path:
+        """Return the folder of the files that are not tensors; of a checkpoint in a store, a local
+        copy of them."""
+        return self.path if isinstance(self.path, Path) else copy_auxiliary_files_locally(self.path)
 
     def load_into(
         self,
@@ -506,7 +518,24 @@ class Checkpoint:
         return tensor
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+@functools.cache
+def copy_auxiliary_files_locally(path: StorePath) -> Path:
+    """Copy the files of a checkpoint in a store that are not tensors, such as the tokenizer's, to a
+    temporary folder; it is removed at the end of this process.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="megalith-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    storage.write_new(folder / layout.MANIFEST, storage.read_bytes(path / layout.MANIFEST))
+    for name, file in read_manifest(path).files.items():
+        if file.sha256 is not None:
+            storage.write_new(folder / name, map_checked_bytes(path / name, file, str(path / name)))
+    return folder
+
+
+def open_checkpoint(path: StoragePath) -> Checkpoint:
     """Open the checkpoint in a `step_NNNNNNN` folder, checking file lengths and hashes of text
     files.
 
@@ -519,7 +548,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, contents.manifest, contents.state, contents.config_text)
 
 
-def find_latest(folder: Path) -> Path | None:
+def find_latest(folder: StoragePath) -> StoragePath | None:
     """Return the newest complete checkpoint under `folder`; None if there are no checkpoints. Run
     by one rank.
 
@@ -531,14 +560,14 @@ def find_latest(folder: Path) -> Path | None:
             start anew.
     """
     problems: list[str] = []
-    for step, path in reversed(layout.step_folders(folder).items()):
+    for path in reversed(layout.step_folders(folder).values()):
         try:
             open_checkpoint(path)
         except CheckpointError as error:
             _log.warning("skipping checkpoint %s: %s", path.name, error)
             problems.append(f"  {path.name}: {error}")
             continue
-        _warn_of_pointer(folder, layout.folder_name(step))
+        _warn_of_pointer(folder, path.name.partition(".old-")[0])
         return path
     if problems:
         lines = "\n".join(problems)
@@ -551,7 +580,7 @@ def find_latest(folder: Path) -> Path | None:
     return None
 
 
-def verify_checkpoint(path: Path) -> list[str]:
+def verify_checkpoint(path: StoragePath) -> list[str]:
     """Return all problems of a checkpoint: file lengths, hashes, bytes that are not tensors. Empty
     if it is intact.
 
@@ -561,7 +590,7 @@ def verify_checkpoint(path: Path) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
-    if not (path / layout.METADATA).exists():
+    if not storage.exists(path / layout.METADATA):
         manifest.files.pop(layout.METADATA, None)
     wrong = find_wrong_lengths(path, manifest)
     problems = list(wrong.values())
@@ -581,13 +610,13 @@ def verify_checkpoint(path: Path) -> list[str]:
     return problems
 
 
-def list_other_checkpoints(path: Path) -> list[Path]:
+def list_other_checkpoints(path: StoragePath) -> list[StoragePath]:
     """Return the other complete checkpoints in the folder of the one in `path`, newest first."""
     complete = reversed(list_complete_checkpoints(path.parent).values())
     return [other for other in complete if other.name != path.name]
 
 
-def _describe_alternatives(path: Path) -> str:
+def _describe_alternatives(path: StoragePath) -> str:
     """Describe how to continue with another complete checkpoint of the folder; empty if there is
     none."""
     complete = [folder.name for folder in list_other_checkpoints(path)]
@@ -607,7 +636,7 @@ def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, S
     return sorted(boxes, key=lambda item: (item[1].file, item[1].offset))
 
 
-def _warn_of_pointer(folder: Path, name: str) -> None:
+def _warn_of_pointer(folder: StoragePath, name: str) -> None:
     named = layout.read_pointer(folder)
     if named != name:
         _log.warning(

@@ -13,6 +13,9 @@ contents.
       step_0000200.tmp-1a2b3c4d   a save in progress, or one that was interrupted
 
 A folder without a manifest is not a checkpoint.
+
+In an object store the files are put under their final prefix, the manifest last. A step that is
+saved again gets a prefix of its own, step_0000100.rXXXXXXXX, and the older one is deleted then.
 """
 
 import hashlib
@@ -26,7 +29,9 @@ from typing import Any
 
 from megalith import storage
 from megalith.errors import CheckpointError
+from megalith.object_store import StorePath
 from megalith.plan.shards import Box, intersect
+from megalith.storage import StoragePath
 
 # --- boxes of tensors
 
@@ -147,7 +152,10 @@ DTYPE_NAMES = (
 )
 """Dtypes that tensors in a checkpoint may have."""
 
-_STEP_NAME = re.compile(r"step_(\d{7,})(\.old-[0-9a-f]{8})?")
+DAMAGED_MANIFEST = "manifest.damaged.json"
+"""Manifest of a damaged checkpoint in an object store, where folders cannot be renamed."""
+
+_STEP_NAME = re.compile(r"step_(\d{7,})(?:\.(?:old-[0-9a-f]{8}|r([0-9a-f]{8})))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata")
 
 
@@ -201,22 +209,55 @@ def folder_name(step: int) -> str:
     return f"step_{step:07d}"
 
 
-def step_folders(folder: Path) -> dict[int, Path]:
+def parse_step_name(name: str) -> tuple[int, int] | None:
+    """Return the step and the revision in the name of a checkpoint's folder; None for other names.
+
+    In an object store, a step that is saved again gets another revision, because nothing can be
+    renamed; the highest complete one is the checkpoint. The first save of a step has revision 0.
+
+    >>> parse_step_name("step_0000100.r0000000b")
+    (100, 11)
+    """
+    match = _STEP_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2], 16) if match[2] else 0
+
+
+def step_folders(folder: StoragePath) -> dict[int, StoragePath]:
     """Return the folder of every step, oldest first, complete or not.
 
     Saving a step that exists moves the old folder aside first. If that was interrupted, the old
     folder is returned.
     """
-    folders: dict[int, Path] = {}
-    for name in storage.list_names(folder):
-        # Names are sorted, so step_0000100 comes before step_0000100.old-... and is kept.
-        match = _STEP_NAME.fullmatch(name)
-        if match:
-            folders.setdefault(int(match[1]), folder / name)
-    return dict(sorted(folders.items()))
+    # Names are sorted, so step_0000100 comes before step_0000100.old-... and is kept.
+    names = storage.list_names(folder)
+    if isinstance(folder, StorePath) and (named := read_pointer(folder)) not in (None, *names):
+        names = [*names, str(named)]  # a listing of a store may be old
+    names_by_step: dict[int, dict[int, str]] = {}
+    for name in names:
+        if (parsed := parse_step_name(name)) is not None:
+            names_by_step.setdefault(parsed[0], {}).setdefault(parsed[1], name)
+    folders = {}
+    for step, revisions in sorted(names_by_step.items()):
+        newest_first = [folder / name for _, name in sorted(revisions.items(), reverse=True)]
+        folders[step] = newest_first[0]
+        if len(newest_first) > 1:
+            complete = (path for path in newest_first if storage.exists(path / MANIFEST))
+            folders[step] = next(complete, newest_first[0])
+    return folders
 
 
-def read_pointer(folder: Path) -> str | None:
+def find_saved_again(path: StoragePath) -> StoragePath:
+    """Return the newest save of the step of a checkpoint's path in a store, if it has no manifest
+    itself; other paths are returned unchanged."""
+    parsed = parse_step_name(path.name)
+    if isinstance(path, Path) or parsed is None or storage.exists(path / MANIFEST):
+        return path
+    return step_folders(path.parent).get(parsed[0], path)
+
+
+def read_pointer(folder: StoragePath) -> str | None:
     """Return the content of `latest`; None if it cannot be read. Loading does not use it."""
     try:
         return storage.read_bytes(folder / LATEST).decode(errors="replace").strip()
@@ -304,7 +345,7 @@ def dump_part(part: WrittenPart) -> bytes:
     return json.dumps(raw).encode()
 
 
-def parse_part(data: bytes, path: Path) -> WrittenPart:
+def parse_part(data: bytes, path: StoragePath) -> WrittenPart:
     """Parse a rank's table.
 
     Raises:
@@ -359,7 +400,7 @@ def manifest_digest(raw: Mapping[str, Any]) -> str:  # JSON
     return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
-def parse_manifest(data: bytes, path: Path) -> Manifest:
+def parse_manifest(data: bytes, path: StoragePath) -> Manifest:
     """Parse and validate the manifest in `data`, which is not trusted.
 
     Raises:
@@ -476,6 +517,10 @@ def _file_name(name: str) -> str:
 
 _COPY = "Copy the checkpoint again"
 
+MAX_STORE_READS = 3
+"""Number of times that bytes of an object are read until their hash is correct (heuristic: an error
+on the way is not repeated)."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
@@ -486,7 +531,7 @@ class CheckpointFolder:
     config_text: str
 
 
-def read_folder(path: Path) -> CheckpointFolder:
+def read_folder(path: StoragePath) -> CheckpointFolder:
     """Read a `step_NNNNNNN` folder without its tensors, checking file lengths and hashes of text
     files.
 
@@ -516,7 +561,7 @@ def read_folder(path: Path) -> CheckpointFolder:
         ) from error
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(path: StoragePath) -> bool:
     """Return whether a folder is a complete checkpoint."""
     try:
         read_folder(path)
@@ -525,7 +570,7 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
+def list_complete_checkpoints(folder: StoragePath) -> dict[int, StoragePath]:
     """Return the complete checkpoints in `folder` by step, oldest first.
 
     Tensors are not read, which would take as long as loading them.
@@ -533,7 +578,7 @@ def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in step_folders(folder).items() if is_complete(path)}
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: StoragePath) -> Manifest:
     """Read the manifest of the checkpoint in `path`; if there is none, the error describes the
     folder."""
     try:
@@ -547,9 +592,9 @@ def read_manifest(path: Path) -> Manifest:
     return parse_manifest(data, path / MANIFEST)
 
 
-def _describe_folder(path: Path) -> str:
+def _describe_folder(path: StoragePath) -> str:
     """Describe a folder without a manifest, and what to use instead."""
-    if not path.exists():
+    if not storage.is_folder(path):
         return "no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
     names = storage.list_names(path)
     steps = [
@@ -574,19 +619,19 @@ def _describe_folder(path: Path) -> str:
     )
 
 
-def find_wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
+def find_wrong_lengths(path: StoragePath, manifest: Manifest) -> dict[str, str]:
     """Return a message for each file that is missing or has another length than in the manifest."""
     wrong = {}
-    for name, file in sorted(manifest.files.items()):
-        try:
-            nbytes = storage.file_nbytes(path / name)
-        except OSError as error:
+    lengths_on_disk = storage.file_lengths(path, sorted(manifest.files))
+    for name, nbytes in lengths_on_disk.items():
+        file = manifest.files[name]
+        if isinstance(nbytes, OSError):
             tensors = sum(
                 any(box.file == name for box in tensor.boxes)
                 for tensor in manifest.tensors.values()
             )
             wrong[name] = (
-                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} "
+                f"{path / name}: cannot be read ({nbytes.strerror}); expected {file.nbytes:,} "
                 f"bytes{f', parts of {tensors} tensors' if tensors else ''}."
             )
             continue
@@ -598,7 +643,7 @@ def find_wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
     return wrong
 
 
-def map_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
+def map_bytes(path: StoragePath, stored: StoredFile | StoredBox, place: str) -> memoryview:
     """Memory-map the bytes of a file or of a box in it; `place` names them in errors."""
     try:
         data = storage.mapped(
@@ -615,10 +660,14 @@ def map_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryv
     return data
 
 
-def map_checked_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
-    """Memory-map the bytes and check their hash."""
-    data = map_bytes(path, stored, place)
-    digest = sha256(data)
+def map_checked_bytes(path: StoragePath, stored: StoredFile | StoredBox, place: str) -> memoryview:
+    """Memory-map the bytes and check their hash; bytes of an object store are read again if they
+    are damaged."""
+    for _ in range(MAX_STORE_READS if isinstance(path, StorePath) else 1):
+        data = map_bytes(path, stored, place)
+        digest = sha256(data)
+        if digest == stored.sha256:
+            break
     if digest != stored.sha256:
         raise CheckpointError(
             f"{place}: damaged. SHA-256 expected {stored.sha256}, found {digest}. {_COPY}, or use "

@@ -21,13 +21,20 @@ from torch import Tensor
 
 from megalith import __version__, storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.commit import FolderTexts, Retention, commit_folder
+from megalith.checkpoint.commit import (
+    FolderTexts,
+    Retention,
+    choose_prefix,
+    commit_folder,
+    remove_checkpoint,
+)
 from megalith.checkpoint.format import (
     CheckpointEntry,
     Manifest,
     StoredBox,
     StoredFile,
     StoredTensor,
+    TensorPiece,
     as_bytes,
     lengths,
     pieces,
@@ -36,6 +43,7 @@ from megalith.checkpoint.manifest import PARTS
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
+from megalith.storage import StoragePath
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -73,12 +81,12 @@ class WrittenFiles:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Path, size and duration of a successful save."""
+    """StoragePath, size and duration of a successful save."""
 
-    path: Path
+    path: StoragePath
     nbytes: int
     seconds: float
-    removed: tuple[Path, ...]
+    removed: tuple[StoragePath, ...]
     """Older checkpoints that retention deleted; of an asynchronous save known to rank 0 only."""
 
     staged_seconds: float | None = None
@@ -102,7 +110,7 @@ class SaveReport:
 
 
 def save_checkpoint(
-    folder: Path,
+    folder: StoragePath,
     step: int,
     entries: Sequence[CheckpointEntry],
     state: Mapping[str, Any],  # JSON
@@ -139,7 +147,7 @@ class Snapshot:
     """A rank's part of a checkpoint that is being saved, and the folder into which it is
     written."""
 
-    staging: Path
+    staging: StoragePath
     step: int
     rank: int
     entries: tuple[CheckpointEntry, ...]
@@ -153,7 +161,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    folder: Path,
+    folder: StoragePath,
     step: int,
     entries: Sequence[CheckpointEntry],
     state: Mapping[str, Any],  # JSON
@@ -174,7 +182,7 @@ def take_snapshot(
         CheckpointError: on every rank: there is too little space, or the state differs.
     """
     started = time.monotonic()
-    staging = folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
+    staging = _name_staging(folder, step, world)
     with explain_failure(staging, step, world):
         plans = raise_on_all_ranks(lambda: _plan(entries, state, plan_digest), world)
         prepared = raise_on_all_ranks(
@@ -192,6 +200,23 @@ def take_snapshot(
     return Snapshot(staging, step, world.rank, tuple(entries), state, started, digests)
 
 
+def _name_staging(folder: StoragePath, step: int, world: Group) -> StoragePath:
+    """Return the temporary folder of a save, or in a store its prefix. Collective for a store.
+
+    Raises:
+        CheckpointError: on every rank: the store cannot be listed.
+    """
+    if isinstance(folder, Path):
+        return folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
+    try:
+        choose = _only_on_rank_0(lambda: choose_prefix(folder, step), world)
+        prefix = raise_on_all_ranks(choose, world)[0]
+    except CheckpointError as error:
+        raise CheckpointError(f"step {step} was not saved to {folder}. {error}") from error
+    assert prefix is not None
+    return prefix
+
+
 def write_snapshot(snapshot: Snapshot) -> WrittenFiles:
     """Write this rank's part of a checkpoint; synced to disk on return.
 
@@ -207,7 +232,7 @@ def commit_snapshot(
     *,
     config_text: str,
     auxiliary_files: Mapping[str, bytes] | None = None,
-    apply_retention: Callable[[], list[Path]] = list,
+    apply_retention: Callable[[], list[StoragePath]] = list,
 ) -> SaveReport:
     """Turn the temporary folder into a checkpoint, after all ranks have written their parts.
     Collective.
@@ -221,7 +246,7 @@ def commit_snapshot(
     """
     staging, step = snapshot.staging, snapshot.step
 
-    def complete(parts: Sequence[WrittenFiles]) -> tuple[Path, int, tuple[Path, ...]]:
+    def complete(parts: Sequence[WrittenFiles]) -> tuple[StoragePath, int, tuple[StoragePath, ...]]:
         path, manifest = commit(staging, step, parts, snapshot.state, config_text, auxiliary_files)
         nbytes = sum(file.nbytes for file in manifest.files.values())
         return path, nbytes, tuple(apply_retention())
@@ -235,7 +260,7 @@ def commit_snapshot(
 
 
 @contextmanager
-def explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
+def explain_failure(staging: StoragePath, step: int, world: Group) -> Iterator[None]:
     """Remove the temporary folder after a failure, and name the newest checkpoint in the error."""
     try:
         yield
@@ -248,20 +273,27 @@ def explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
         ) from error
 
 
-def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) -> WrittenFiles:
-    """Write and hash this rank's boxes into one file of `staging`; synced to disk on return."""
-    name = f"__{rank}_0.distcp"
+def write_boxes(
+    staging: StoragePath, rank: int, entries: Sequence[CheckpointEntry]
+) -> WrittenFiles:
+    """Write and hash this rank's boxes into one file of `staging`, or in a store into several of
+    limited size; synced to disk on return."""
     boxes: dict[str, list[StoredBox]] = {entry.key: [] for entry in entries}
-    todo = [entry for entry in entries if entry.is_writer and entry.tensor.numel()]
-    files = {}
-    if todo:
+    todo = (
+        (entry.key, piece)
+        for entry in entries
+        if entry.is_writer and entry.tensor.numel()
+        for piece in _cut_pieces(entry)
+    )
+    files: dict[str, StoredFile] = {}
+    waiting = next(todo, None)
+    while waiting is not None:
+        name = f"__{rank}_{len(files)}.distcp"
         with BoxFile(staging / name) as file:
-            for entry in todo:
-                assert entry.tensor.dtype == entry.dtype, (entry.key, entry.tensor.dtype)
-                for piece in pieces(
-                    entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size())
-                ):
-                    boxes[entry.key].append(file.add(piece.box, [piece.values]))
+            while waiting is not None and file.nbytes < storage.max_file_nbytes(staging):
+                key, piece = waiting
+                boxes[key].append(file.add(piece.box, [piece.values]))
+                waiting = next(todo, None)
         files[name] = StoredFile(file.nbytes)
     tensors = {
         entry.key: StoredTensor(entry.shard.shape, dtype_name(entry.dtype), tuple(boxes[entry.key]))
@@ -270,11 +302,16 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) ->
     return WrittenFiles(tensors, files)
 
 
+def _cut_pieces(entry: CheckpointEntry) -> list[TensorPiece]:
+    assert entry.tensor.dtype == entry.dtype, (entry.key, entry.tensor.dtype)
+    return pieces(entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size()))
+
+
 class BoxFile:
     """Context manager of a new file of boxes, each in `torch.save` format and hashed; synced to
     disk on exit."""
 
-    def __init__(self, path: Path, *, hashes: bool = True) -> None:
+    def __init__(self, path: StoragePath, *, hashes: bool = True) -> None:
         """`hashes` false: boxes have empty hashes, for formats that store none."""
         self._hashes = hashes
         self.name = path.name
@@ -309,13 +346,13 @@ class BoxFile:
 
 
 def commit(
-    staging: Path,
+    staging: StoragePath,
     step: int,
     parts: Sequence[WrittenFiles],
     state: Mapping[str, Any],
     config_text: str,
     auxiliary_files: Mapping[str, bytes] | None = None,
-) -> tuple[Path, Manifest]:
+) -> tuple[StoragePath, Manifest]:
     """Turn a folder into which every rank has written its part into a checkpoint; run by one rank.
 
     `auxiliary_files` are written and listed in the manifest with their hashes.
@@ -457,7 +494,7 @@ def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any], plan_dig
     return _Plan(nbytes, digests, plan_digest)
 
 
-def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
+def _prepare(staging: StoragePath, plans: Sequence[_Plan]) -> StoragePath:
     """Create the folder after checking free space and that the state is equal on all ranks."""
     for rank, plan in enumerate(plans):
         differ = sorted(
@@ -491,9 +528,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _discard(staging: Path) -> None:
+def _discard(staging: StoragePath) -> None:
     try:
-        storage.remove_tree(staging)
+        remove_checkpoint(staging)
     except OSError as error:
         _log.warning(
             "%s could not be removed (%s); it is not a checkpoint, and the next start tries again",
@@ -502,10 +539,12 @@ def _discard(staging: Path) -> None:
         )
 
 
-def _last_good(folder: Path) -> str:
+def _last_good(folder: StoragePath) -> str:
     """Describe the newest checkpoint after a failed save."""
     complete = [
-        path for path in layout.step_folders(folder).values() if (path / layout.MANIFEST).exists()
+        path
+        for path in layout.step_folders(folder).values()
+        if storage.exists(path / layout.MANIFEST)
     ]
     return (
         "Earlier checkpoints are untouched; the newest is "

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from megalith import storage
 from megalith.checkpoint.commit import FolderTexts, Retention, commit_folder
@@ -36,7 +35,9 @@ from megalith.checkpoint.manifest import (
     part_name,
 )
 from megalith.errors import CheckpointError
+from megalith.object_store import StorePath
 from megalith.plan.shards import Box
+from megalith.storage import StoragePath
 
 # --- commands of the rank
 
@@ -85,7 +86,7 @@ class CommitJob:
 class SaveJob:
     """A save whose values are complete in the shared memory."""
 
-    staging: Path
+    staging: StoragePath
     step: int
     rank: int
     commit: CommitJob | None
@@ -119,9 +120,9 @@ class PartWritten:
 class Committed:
     """The checkpoint is complete."""
 
-    path: Path
+    path: StoragePath
     nbytes: int
-    removed: tuple[Path, ...]
+    removed: tuple[StoragePath, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,13 @@ def divide_boxes(plan: WritePlan, num_files: int) -> list[list[tuple[str, Planne
     return [file for file in files if file]
 
 
+def count_files(plan: WritePlan, num_threads: int, max_file_nbytes: int) -> int:
+    """Return into how many files a plan is divided: one per thread, or more of at most about
+    `max_file_nbytes` bytes (0: no limit)."""
+    total = sum(box.nbytes for tensor in plan.tensors for box in tensor.boxes)
+    return max(num_threads, -(-total // max_file_nbytes) if max_file_nbytes else 0)
+
+
 def box_file_name(rank: int, number: int) -> str:
     """Return the name of a file of boxes."""
     return f"__{rank}_{number}.distcp"
@@ -210,11 +218,14 @@ class CheckpointWriter:
     """Shared memory of the rank; only read here."""
 
     rank_pid: int
-    num_files: int
-    """Number of files, each written by a thread."""
+    num_threads: int
+    """Number of threads, each of which writes one file at a time."""
 
     drain_seconds: float
     """Time to finish a save after the rank has ended."""
+
+    max_file_nbytes: int = 0
+    """Length after which another file is begun; 0: none."""
 
     _plan: WritePlan = field(default=WritePlan((), ""), init=False)
     _checked_plans: tuple[str, ...] = field(default=(), init=False)
@@ -241,7 +252,10 @@ class CheckpointWriter:
             except (OSError, CheckpointError) as error:
                 job = None
                 self._report(Failed(error))
-        if job is not None and job.commit is not None and self._wait_for_parts(job, job.commit):
+        if job is None or job.commit is None or isinstance(job.staging, StorePath):
+            # The next run may save the same step under the same prefix of a store.
+            return
+        if self._wait_for_parts(job, job.commit):
             # The next run may read older checkpoints by now, so none is deleted; it may also have
             # removed the folder.
             with contextlib.suppress(OSError, CheckpointError):
@@ -271,19 +285,20 @@ class CheckpointWriter:
     def _write(self, job: SaveJob) -> None:
         """Write the boxes and the table of this rank; synced to disk on return."""
         started = time.monotonic()
-        contents = divide_boxes(self._plan, self.num_files)
+        num_files = count_files(self._plan, self.num_threads, self.max_file_nbytes)
+        contents = divide_boxes(self._plan, num_files)
         hashes: dict[tuple[str, Box], str] = {}
         paths = [job.staging / box_file_name(job.rank, number) for number in range(len(contents))]
-        with ThreadPoolExecutor(max(1, len(contents))) as pool:
+        with ThreadPoolExecutor(self.num_threads) as pool:
             for file_hashes in pool.map(self._write_file, paths, contents):
                 hashes |= file_hashes
-        part = plan_files(self._plan, job.rank, self.num_files, hashes)
+        part = plan_files(self._plan, job.rank, num_files, hashes)
         storage.write_new(job.staging / PARTS / part_name(job.rank), dump_part(part))
         nbytes = sum(file.nbytes for file in part.files.values())
         self._report(PartWritten(nbytes, time.monotonic() - started))
 
     def _write_file(
-        self, path: Path, contents: Sequence[tuple[str, PlannedBox]]
+        self, path: StoragePath, contents: Sequence[tuple[str, PlannedBox]]
     ) -> dict[tuple[str, Box], str]:
         """Write one file of boxes and return their hashes."""
         hashes, offset = {}, 0
@@ -298,6 +313,8 @@ class CheckpointWriter:
                 hashes[key, box.box] = digest.hexdigest()
                 storage.begin_sync(file, offset, nbytes)
                 offset += nbytes
+            if isinstance(path, StorePath) and os.getppid() != self.rank_pid:
+                raise CheckpointError(f"The rank has ended, so {path} is not stored.")
             storage.sync_file(file)
         return hashes
 
@@ -338,7 +355,7 @@ class CheckpointWriter:
         while time.monotonic() < deadline:
             if names <= set(storage.list_names(job.staging / PARTS)):
                 return True
-            if not job.staging.exists():  # the next run has removed it
+            if not storage.is_folder(job.staging):  # the next run has removed it
                 return False
             time.sleep(_POLL_S)
         return False
@@ -366,13 +383,18 @@ def lower_priority() -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run a writer process with the file descriptors and numbers that the rank passes."""
-    socket, region, nbytes, rank_pid, num_files = map(int, arguments[:5])
+    socket, region, nbytes, rank_pid, num_threads, max_file_nbytes = map(int, arguments[:6])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the rank finishes its save after such a signal
     lower_priority()
     memory = mmap.mmap(region, nbytes, access=mmap.ACCESS_READ)
     writer = CheckpointWriter(
-        Connection(socket), memoryview(memory), rank_pid, num_files, float(arguments[5])
+        Connection(socket),
+        memoryview(memory),
+        rank_pid,
+        num_threads,
+        float(arguments[6]),
+        max_file_nbytes,
     )
     logging.basicConfig(handlers=[_ReportHandler(writer)], level=logging.INFO)
     logging.captureWarnings(capture=True)  # such as a file system without fsync

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
+from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
+from megalith.config.train import list_checkpoint_folders
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
+from megalith.object_store import StorePath
+from megalith.storage import StoragePath, parse_path
 
 if TYPE_CHECKING:  # imports torch
     from megalith.checkpoint.inspect import TensorComparison
@@ -29,7 +33,8 @@ class CheckpointInfoOptions:
 
     path: Positional[str]
     """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
-    checkpoint in it. Or a Megatron checkpoint, or a folder of them."""
+    checkpoint in it. Or a Megatron checkpoint, or a folder of them; or the URL of a step or of
+    checkpoint.folder in an object store."""
     only: str | None = None
     """List the tensors whose names match this pattern: "*" for all, model.* for all weights."""
     values: bool = False
@@ -45,7 +50,7 @@ class CheckpointVerifyOptions:
 
     path: Positional[str]
     """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: all
-    checkpoints in it."""
+    checkpoints in it. Also the URL of a step or of checkpoint.folder in an object store."""
     deep: bool = False
     """Also check all values: tensors with NaN or infinite elements count as damaged."""
     json: bool = False
@@ -59,7 +64,8 @@ class CheckpointDiffOptions:
 
     a: Positional[str]
     """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
-    checkpoint in it. Or a Megatron checkpoint, or a folder of them."""
+    checkpoint in it. Or a Megatron checkpoint, or a folder of them; or the URL of a step or of
+    checkpoint.folder in an object store."""
     b: Positional[str]
     """Checkpoint to compare with, as the first."""
     atol: float = 0.0
@@ -142,7 +148,7 @@ def _print_megatron(info: dict[str, Any]) -> None:  # JSON
         print(f"  args        {name}={value}")
 
 
-def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # JSON
+def listed(path: StoragePath, only: str, *, values: bool) -> list[dict[str, Any]]:  # JSON
     """Return shape, dtype and number of boxes of the tensors that match a pattern; with `values`
     also statistics.
 
@@ -179,12 +185,11 @@ def verify(argv: list[str]) -> int:
     from megalith.checkpoint.inspect import list_nonfinite_tensors
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
-    problems_by_path = {
-        str(path): find_problems(path) for path in list_checkpoints(find_folder(options.path))
-    }
+    paths = {str(path): path for path in list_checkpoints(find_folder(options.path))}
+    problems_by_path = {name: find_problems(path) for name, path in paths.items()}
     if options.deep:
         problems_by_path |= {
-            path: list_nonfinite_tensors(open_any(Path(path)))
+            path: list_nonfinite_tensors(open_any(paths[path]))
             for path, problems in problems_by_path.items()
             if not problems
         }
@@ -195,21 +200,22 @@ def verify(argv: list[str]) -> int:
         print(f"{path}: {'valid' if not problems else f'{len(problems)} problems'}")
         for problem in problems:
             print(f"  {problem}")
-        for warning in [] if problems else open_any(Path(path)).warnings():
+        for warning in [] if problems else open_any(paths[path]).warnings():
             print(f"  warning: {warning}")
     return int(any(problems_by_path.values()))
 
 
-def find_problems(path: Path) -> list[str]:
+def find_problems(path: StoragePath) -> list[str]:
     """Return all problems of one checkpoint; empty if it is intact."""
     from megalith.checkpoint.load import verify_checkpoint
     from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
 
     try:
-        megatron = is_megatron(path)
+        if not is_megatron(path):
+            return verify_checkpoint(path)
     except CheckpointError as error:  # an interrupted save, or a format that is not read
         return [str(error)]
-    return verify_megatron(path) if megatron else verify_checkpoint(path)
+    return verify_megatron(path)
 
 
 def diff(argv: list[str]) -> int:
@@ -330,16 +336,18 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def find_folder(name: str) -> Path:
-    """Return the folder for a path, or for the name of a run under runs/.
+def find_folder(name: str) -> StoragePath:
+    """Return the folder for a path, a URL, or the name of a run under runs/.
 
     Raises:
         CheckpointError: there is no such folder.
     """
     from megalith.hf.megatron_checkpoint import locate_megatron
 
-    runs = Path("runs")
-    for path in (Path(name), runs / name):
+    runs, given = Path("runs"), parse_path(name)
+    if isinstance(given, StorePath):
+        return given
+    for path in (given, runs / name):
         if path.is_dir():
             return path
     locate_megatron(Path(name))  # an iteration that does not exist: the error lists the others
@@ -357,7 +365,7 @@ def find_folder(name: str) -> Path:
     )
 
 
-def list_checkpoints(path: Path) -> list[Path]:
+def list_checkpoints(path: StoragePath) -> list[StoragePath]:
     """Return the checkpoint at `path`, or all checkpoints in this folder, oldest first, including
     incomplete ones.
 
@@ -367,19 +375,19 @@ def list_checkpoints(path: Path) -> list[Path]:
     from megalith.checkpoint.format import MANIFEST, step_folders
     from megalith.checkpoint.iterations import list_iterations
     from megalith.checkpoint.load import open_checkpoint
+    from megalith.checkpoint.manifest import find_saved_again
     from megalith.hf.megatron_checkpoint import locate_megatron
 
-    if (path / MANIFEST).exists() or path.name.startswith("step_"):
-        return [path]
-    if (megatron := locate_megatron(path)) is not None:
+    if storage.exists(path / MANIFEST) or path.name.startswith("step_"):
+        return [find_saved_again(path)]
+    if isinstance(path, Path) and (megatron := locate_megatron(path)) is not None:
         return [megatron] if megatron == path else list(list_iterations(path).values())
-    checkpoints = [
-        each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()
-    ]
+    folders = [*list_checkpoint_folders(path), path]
+    checkpoints = [each for folder in folders for each in step_folders(folder).values()]
     return checkpoints or [open_checkpoint(path).path]  # raises an error about the folder
 
 
-def find_latest_checkpoint(path: Path) -> Path:
+def find_latest_checkpoint(path: StoragePath) -> StoragePath:
     """Return the checkpoint at `path`, or the latest complete one in this folder.
 
     Raises:
@@ -388,15 +396,15 @@ def find_latest_checkpoint(path: Path) -> Path:
     from megalith.checkpoint.load import find_latest
     from megalith.hf.megatron_checkpoint import locate_megatron
 
-    if (megatron := locate_megatron(path)) is not None:
+    if isinstance(path, Path) and (megatron := locate_megatron(path)) is not None:
         return megatron
     checkpoints = list_checkpoints(path)
-    if checkpoints == [path]:
-        return path
+    if checkpoints == [path] or path.name.startswith("step_"):
+        return checkpoints[0]
     return find_latest(checkpoints[0].parent) or checkpoints[0]
 
 
-def open_any(path: Path) -> "Checkpoint":
+def open_any(path: StoragePath) -> "Checkpoint":
     """Open a Megalith checkpoint, or a Megatron checkpoint with its optimizer state.
 
     Raises:
@@ -408,7 +416,7 @@ def open_any(path: Path) -> "Checkpoint":
     return open_megatron(path).with_optimizer() if is_megatron(path) else open_checkpoint(path)
 
 
-def describe(path: Path) -> dict[str, Any]:  # JSON
+def describe(path: StoragePath) -> dict[str, Any]:  # JSON
     """Return counts and sizes from the manifest."""
     from megalith.hf.megatron_checkpoint import MegatronCheckpoint, is_megatron, open_megatron
 

@@ -1,5 +1,6 @@
 """Subcommands of `megalith checkpoint` that list, delete, copy, average and merge checkpoints."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
+from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.convert import show_progress
 from megalith.cli.output import print_json, print_warnings
+from megalith.config.train import list_checkpoint_folders
 from megalith.errors import CheckpointError, ConfigError, raise_all
+from megalith.storage import StoragePath, parse_path
 
 if TYPE_CHECKING:  # imports torch
     from megalith.hf.pretrained import Pretrained
@@ -23,7 +27,7 @@ class CheckpointListOptions:
     """List the checkpoints of a run: step, size, world size, and whether they are complete."""
 
     path: Positional[str]
-    """A run, its name under runs/, or a checkpoints folder."""
+    """A run, its name under runs/, a checkpoints folder, or its URL in an object store."""
     json: bool = False
     """Print one JSON document."""
 
@@ -34,7 +38,8 @@ class CheckpointPruneOptions:
     ones are not deleted."""
 
     path: Positional[str]
-    """A run, its name under runs/, or a checkpoints folder. The run must not be in progress."""
+    """A run, its name under runs/, a checkpoints folder, or its URL in an object store. The run
+    must not be in progress."""
     keep: int
     """Number of newest checkpoints to keep."""
     every: int | None = None
@@ -54,7 +59,7 @@ class CheckpointCopyOptions:
     """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
     checkpoint in it."""
     target: Positional[str]
-    """Folder to write; it must not exist."""
+    """Folder to write, or URL in an object store; it must not exist."""
     json: bool = False
     """Print one JSON document."""
 
@@ -133,7 +138,7 @@ def list_all(argv: list[str]) -> int:
     return 0
 
 
-def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:  # JSON
+def describe_checkpoints(folder: StoragePath) -> list[dict[str, Any]]:  # JSON
     """Return a row for each checkpoint of a folder, oldest first, including incomplete ones."""
     from megalith.checkpoint.commit import PIN
     from megalith.checkpoint.format import read_pointer, step_folders
@@ -147,8 +152,8 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:  # JSON
             "nbytes": None,
             "world_size": None,
             "latest": path.name == latest,
-            "pinned": (path / PIN).exists(),
-            "link": path.is_symlink(),
+            "pinned": storage.exists(path / PIN),
+            "link": storage.is_link(path),
             "problem": None,
         }
         try:
@@ -162,7 +167,7 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:  # JSON
     return rows
 
 
-def find_checkpoints_folder(path: Path) -> Path:
+def find_checkpoints_folder(path: StoragePath) -> StoragePath:
     """Return the folder that holds the checkpoints of a run, or `path` itself if it does.
 
     Raises:
@@ -170,7 +175,7 @@ def find_checkpoints_folder(path: Path) -> Path:
     """
     from megalith.checkpoint.format import step_folders
 
-    for folder in (path / "checkpoints", path):
+    for folder in (*list_checkpoint_folders(path), path):
         if step_folders(folder):
             return folder
     _reject_megatron(path, advice="`megalith checkpoint info` shows one, `ls` lists them")
@@ -180,11 +185,11 @@ def find_checkpoints_folder(path: Path) -> Path:
     )
 
 
-def _reject_megatron(path: Path, *, advice: str) -> None:
+def _reject_megatron(path: StoragePath, *, advice: str) -> None:
     """Raise a CheckpointError if a folder has Megatron checkpoints."""
     from megalith.hf.megatron_checkpoint import locate_megatron
 
-    if locate_megatron(path) is not None:
+    if isinstance(path, Path) and locate_megatron(path) is not None:
         raise CheckpointError(
             f"{path} has Megatron checkpoints, and only Megalith checkpoints are listed, deleted "
             f"and copied: {advice}. Or convert one first: megalith convert {path} OUT."
@@ -217,7 +222,9 @@ def prune(argv: list[str]) -> int:
         removed = retention.select_old(folder)
     else:
         path = folder.absolute()  # "." is the checkpoints folder if that is the working folder
-        with lock_run(path.parent if path.name == "checkpoints" else path):
+        locked = path.parent if path.name == "checkpoints" else path
+        # The lock is in the folder of a run, which a store does not have.
+        with lock_run(locked) if isinstance(locked, Path) else contextlib.nullcontext():
             removed = retention.delete_old(folder)
     if options.json:
         names = [path.name for path in removed]
@@ -252,7 +259,7 @@ def copy(argv: list[str]) -> int:
     source = open_checkpoint(folder)
     total = sum(file.nbytes for file in source.manifest.files.values())
     with show_progress(total, name="copy") as advance:
-        nbytes = copy_checkpoint(source, Path(options.target), on_copied=advance)
+        nbytes = copy_checkpoint(source, parse_path(options.target), on_copied=advance)
     report = {"source": str(source.path), "target": options.target, "nbytes": nbytes}
     if options.json:
         print_json(report)

@@ -27,6 +27,7 @@ from megalith.config.data import FILES
 from megalith.config.moe import MoEConfig
 from megalith.config.tree import load_yaml
 from megalith.errors import CheckpointError, ConfigError, raise_all
+from megalith.storage import StoragePath
 
 if TYPE_CHECKING:  # keep --help free of the torch import
     import torch
@@ -296,7 +297,7 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     return source, to
 
 
-def _locate_source(options: ConvertOptions) -> Path:
+def _locate_source(options: ConvertOptions) -> StoragePath:
     """Return the folder of the source.
 
     Raises:

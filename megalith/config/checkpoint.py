@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from megalith.config.fields import Ge, Gt, hint_at, unknown_setting
 from megalith.config.model import ModelConfig
+from megalith.object_store import StoreOptions, describe_url_problem, hide_credentials
+from megalith.storage import StoragePath, parse_path
 
 AsyncSave = bool | Literal["auto"]
 """Whether checkpoints are written while training continues."""
@@ -22,7 +24,19 @@ NewRowInit = Literal["zero", "mean"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints of a run, saved in `RUN/checkpoints/`."""
+    """Checkpoints of a run, saved in `RUN/checkpoints/` or `folder`."""
+
+    folder: str | None = None
+    """Folder of this run's checkpoints and of no other run's: a path, or the URL of an object store
+    such as s3://bucket/run, gs://bucket/run or az://container/run. Unset: checkpoints in the run
+    folder."""
+
+    storage_retries: Annotated[int, Ge(0)] = 8
+    """If `folder` is a URL: number of times that a failed request to the store is repeated, after
+    random delays that become longer."""
+
+    storage_timeout_seconds: Annotated[float, Gt(0)] = 600.0
+    """If `folder` is a URL: seconds for one request to the store with all its repetitions."""
 
     every: Annotated[int, Ge(0)] = 100
     """Steps between checkpoints; 0: only after the last step."""
@@ -34,8 +48,9 @@ class CheckpointConfig:
     """Checkpoints at multiples of this step are never deleted. Unset: none."""
 
     load: str | None = None
-    """Checkpoint, run or Hugging Face folder from which a new run starts; not used when the run
-    resumes. Unset: random initial weights."""
+    """Checkpoint, run or Hugging Face folder from which a new run starts, or the URL of a
+    checkpoint or `folder` in an object store; not used when the run resumes. Unset: random initial
+    weights."""
 
     load_mode: LoadMode = "weights"
     """State that a new run loads from `load`. weights: weights only, starting at step 0;
@@ -94,10 +109,21 @@ class CheckpointConfig:
     """Number of consecutive failed saves after which the run ends. Before that, each failed save
     is reported and the run continues."""
 
+    def parse_folder(self) -> StoragePath | None:
+        """Return the path of `folder`; None if it is unset.
+
+        Raises:
+            ConfigError: it is a URL that cannot be used.
+        """
+        if self.folder is None:
+            return None
+        options = StoreOptions(self.storage_retries, self.storage_timeout_seconds)
+        return parse_path(self.folder, options)
+
 
 def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
     """Return the violated rules as error messages."""
-    problems = []
+    problems = _url_problems(checkpoint)
     for name in checkpoint.allow_model_changes:
         section, _, setting = name.partition(".")
         if section == "model" and setting and hint_at(ModelConfig, setting) is not None:
@@ -120,6 +146,17 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
             f"unset. Set checkpoint.load to a Hugging Face folder, or remove checkpoint.new_rows."
         )
     return problems + _load_mode_problems(checkpoint)
+
+
+def _url_problems(checkpoint: CheckpointConfig) -> list[str]:
+    """Rules of URLs. No store is opened."""
+    problems = []
+    for name in ("folder", "load"):
+        text = getattr(checkpoint, name)
+        problem = None if text is None else describe_url_problem(text)
+        if problem is not None:
+            problems.append(f"checkpoint.{name}={hide_credentials(text)}: {problem}")
+    return problems
 
 
 def _load_mode_problems(checkpoint: CheckpointConfig) -> list[str]:

@@ -1,11 +1,14 @@
 """Root config of a training run, with all settings of `megalith train`."""
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+import yaml
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.compose import load_composed
@@ -17,8 +20,9 @@ from megalith.config.model import ModelConfig
 from megalith.config.observe import ObserveConfig, ProfileConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
-from megalith.config.tree import load_yaml
+from megalith.config.tree import load_yaml, parse_stored_settings
 from megalith.errors import ConfigError
+from megalith.storage import StoragePath, parse_path, read_bytes
 
 CONFIG_FILE = "config.yaml"
 """Name of the settings file in the folder of a run and of each checkpoint."""
@@ -280,6 +284,20 @@ def load_run(file: Path, variables: Mapping[str, str] = os.environ) -> TrainRun:
     if template is not None and (file.parent / template).is_file():
         data = replace(data, sft=replace(data.sft, template=str(file.parent / template)))
     return replace(run, data=data, tokenizer=locate_tokenizer(run.tokenizer, file.parent))
+
+
+def list_checkpoint_folders(run_folder: StoragePath) -> list[StoragePath]:
+    """Return the folders that may hold the checkpoints of a run: `checkpoints` in its folder, and
+    checkpoint.folder in its settings."""
+    folders: list[StoragePath] = [run_folder / "checkpoints"]
+    if isinstance(run_folder, Path) and (run_folder / CONFIG_FILE).is_file():
+        with contextlib.suppress(yaml.YAMLError, OSError, UnicodeDecodeError):
+            settings = parse_stored_settings(read_bytes(run_folder / CONFIG_FILE))
+            checkpoint = settings.get("checkpoint") if isinstance(settings, dict) else None
+            folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
+            if isinstance(folder, str):
+                folders.append(parse_path(folder))
+    return folders
 
 
 def dropout_seed(run: TrainRun) -> int | None:

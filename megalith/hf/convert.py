@@ -430,7 +430,7 @@ def build_recipe(
     """
     shape = sha256(repr(sorted(to_dict(source.model).items())).encode())[:16]
     return {
-        "source": str(source.path.absolute()),
+        "source": source.location,
         "its files": _hash_file_identities(source),
         "its values": fingerprint(source.weights, source.model),
         "its model": shape,
@@ -455,9 +455,8 @@ def _hash_file_identities(source: Pretrained) -> str:
     identities = []
     for folder in folders:
         if (folder / MANIFEST).exists():
-            identities.append(
-                f"{folder.absolute()} {sha256(storage.read_bytes(folder / MANIFEST))}"
-            )
+            location = source.location if folder == source.path else folder.absolute()
+            identities.append(f"{location} {sha256(storage.read_bytes(folder / MANIFEST))}")
             continue
         megatron = is_megatron(folder)
         for file in sorted(folder.rglob("*") if megatron else folder.iterdir()):

@@ -72,6 +72,7 @@ from megalith.hf.tensor_rules import (
 )
 from megalith.plan.shards import Box, Shard, intersect
 from megalith.rules.model import network_problems
+from megalith.storage import StoragePath
 
 PADDABLE_TABLES = "embed.weight", "head.weight"
 """Vocabulary tables, which may have more rows than their tensors; additional rows are zero or the
@@ -129,7 +130,7 @@ class HFSource:
         }
 
 
-def parse_hf_source(record: Any, checkpoint_path: Path) -> HFSource:  # Any: JSON
+def parse_hf_source(record: Any, checkpoint_path: StoragePath) -> HFSource:  # Any: JSON
     """Return what `HFSource.as_json` wrote into a checkpoint.
 
     Raises:

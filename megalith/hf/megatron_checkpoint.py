@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ from megalith.hf.tensor_rules import (
 )
 from megalith.megatron.stored_arguments import read_fields
 from megalith.plan.shards import Box, Shard, intersect
+from megalith.storage import StoragePath
 
 INTEGRITY_FILE = "integrity.json"
 """File with the SHA-256 of every other file, written with --verify-integrity."""
@@ -77,14 +78,14 @@ _log = logging.getLogger(__name__)
 # --- folders
 
 
-def is_megatron(path: Path) -> bool:
+def is_megatron(path: StoragePath) -> TypeGuard[Path]:
     """Return whether a folder is one Megatron checkpoint: an `iter_NNNNNNN` or `release` folder,
     in any format.
 
     Raises:
         CheckpointError: it is one in a format that is not read, or whose save was interrupted.
     """
-    return locate_megatron(path) == path
+    return isinstance(path, Path) and locate_megatron(path) == path
 
 
 def locate_megatron(path: Path, step: int | None = None) -> Path | None:
@@ -225,7 +226,7 @@ class MegatronCheckpoint(Checkpoint):
             return replace(self, has_optimizer=True)
         optimizer = read_optimizer(self.folder, self.run.model, self.canonical_tensors)
         verify_buckets(optimizer, self.canonical_tensors, rank=rank, world_size=world_size)
-        boxes = _BoxTable(self.path, self.run.model)
+        boxes = _BoxTable(self.local_folder(), self.run.model)
         for role in ("master", "exp_avg", "exp_avg_sq"):
             prefix = f"{role}."
             tensors = {

@@ -34,6 +34,7 @@ from megalith.hf.folder import PIECE_NBYTES, Weights, check_links, read_json
 from megalith.hf.release import parameters
 from megalith.hf.tensor_rules import TensorRule
 from megalith.plan.shards import Box
+from megalith.storage import StoragePath
 
 # Reader of adapter_config.json of the peft library: every field is interpreted, without effect, or
 # rejected.
@@ -199,7 +200,7 @@ RECORD = "adapters"
 class Adapters:
     """LoRA matrices A and B of all adapted parameters."""
 
-    path: Path
+    path: StoragePath
     lora: LoraConfig
     """Rank, scale and targets."""
 
@@ -214,7 +215,7 @@ class Adapters:
 class AdaptedWeights:
     """Weights with merged adapters: W + scale · B · A."""
 
-    path: Path
+    path: StoragePath
     """Folder of the adapters."""
 
     model_config: ModelConfig

@@ -30,13 +30,16 @@ from megalith.checkpoint.load import (
     STRICT,
     Checkpoint,
     WeightsRole,
+    copy_auxiliary_files_locally,
     find_latest,
     open_checkpoint,
 )
+from megalith.checkpoint.manifest import find_saved_again
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
 from megalith.config.plugins import reject_module_names
+from megalith.config.train import list_checkpoint_folders
 from megalith.config.tree import differences as differences_of
 from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.data.huggingface import is_gpt2
@@ -76,8 +79,10 @@ from megalith.hf.peft import (
     read_peft_config,
 )
 from megalith.hf.release import parameters
+from megalith.object_store import StorePath, is_url
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
+from megalith.storage import StoragePath
 
 RUNS = Path("runs")
 
@@ -128,7 +133,8 @@ class Pretrained:
     """An opened model with weights: its configs and records, and a reader of its tensors."""
 
     path: Path
-    """The checkpoint or folder."""
+    """The checkpoint or folder; of a checkpoint in a store, a local copy of the files that are not
+    tensors."""
 
     model: ModelConfig
     tokenizer: TokenizerConfig
@@ -147,6 +153,13 @@ class Pretrained:
     hf_source: HFSource | None = None
     """The Hugging Face model that it is or was converted from; None: unknown, or trained from
     scratch."""
+
+    @property
+    def location(self) -> str:
+        """Absolute path of the checkpoint or folder, or its URL."""
+        weights = self.weights
+        path = weights.path if isinstance(weights, AdaptedWeights) else self.path
+        return str((self.checkpoint.path if self.checkpoint is not None else path).absolute())
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -300,7 +313,50 @@ def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[st
     return problems
 
 
-def locate_source(source: str) -> Path:
+def _locate_in_store(source: StorePath) -> StoragePath:
+    """Return the checkpoint that a URL names, or the newest one under it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        path = find_saved_again(source)
+        if storage.exists(path / MANIFEST):
+            return path
+        for folder in (source / "checkpoints", source):
+            if (latest := find_latest(folder)) is not None:
+                return latest
+        names = storage.list_names(source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read ({error.strerror}).") from error
+    if CONFIG in names or any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(
+            f"{source} is a Hugging Face model, and these are read from local folders only. Copy "
+            "it to a folder, and pass that."
+        )
+    shown = ", ".join(names[:6]) or "nothing"
+    raise CheckpointError(
+        f"{source} has no checkpoint (found: {shown}). Use a checkpoint.folder of a run, or a "
+        "step_NNNNNNN under it."
+    )
+
+
+def locate_local_source(source: str) -> Path:
+    """Return `locate_source(source)` of adapters, which are read from local folders only.
+
+    Raises:
+        CheckpointError: there is none, or it is a URL.
+    """
+    path = locate_source(source)
+    if isinstance(path, StorePath):
+        raise CheckpointError(
+            f"{source}: adapters are read from local folders only. Copy them to a folder, and pass "
+            "that."
+        )
+    return path
+
+
+def locate_source(source: str) -> StoragePath:
     """Return the checkpoint or Hugging Face folder named by `source`; for a run its newest
     checkpoint, for a folder of Megatron checkpoints the one that its tracker names.
 
@@ -309,7 +365,9 @@ def locate_source(source: str) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    path = Path(source)
+    path = storage.parse_path(source)
+    if isinstance(path, StorePath):
+        return _locate_in_store(path)
     if not path.exists() and (RUNS / source).is_dir():
         path = RUNS / source
     if path.is_file():
@@ -328,7 +386,7 @@ def locate_source(source: str) -> Path:
         return path
     if (megatron := locate_megatron(path)) is not None:
         return megatron
-    for folder in (path / "checkpoints", path):
+    for folder in (*list_checkpoint_folders(path), path):
         if step_folders(folder) and (latest := find_latest(folder)) is not None:
             return latest
     shown = ", ".join(storage.list_names(path)[:6]) or "nothing"
@@ -339,7 +397,7 @@ def locate_source(source: str) -> Path:
 
 
 def open_pretrained(
-    path: Path,
+    path: StoragePath,
     *,
     base: str | None = None,
     role: WeightsRole = "param",
@@ -353,17 +411,18 @@ def open_pretrained(
         CheckpointError: it is damaged, incomplete, or of an unsupported architecture; or it has no
             moving average.
     """
-    if role == "ema" and not (path / MANIFEST).exists():
-        raise CheckpointError(
-            f"--role=ema: {path} has weights only. Use --role param, or a run that was trained "
-            "with train.ema.decay."
-        )
-    if is_megatron(path):
-        return open_pretrained_checkpoint(open_megatron(path, vocab_size=vocab_size))
-    if not (path / MANIFEST).exists() and (path / ADAPTER_CONFIG).exists():
-        return _open_peft(path, base)
-    if not (path / MANIFEST).exists() and (path / CONFIG).exists():
-        return _open_folder(path)
+    if isinstance(path, Path) and not (path / MANIFEST).exists():
+        if role == "ema":
+            raise CheckpointError(
+                f"--role=ema: {path} has weights only. Use --role param, or a run that was trained "
+                "with train.ema.decay."
+            )
+        if is_megatron(path):
+            return open_pretrained_checkpoint(open_megatron(path, vocab_size=vocab_size))
+        if (path / ADAPTER_CONFIG).exists():
+            return _open_peft(path, base)
+        if (path / CONFIG).exists():
+            return _open_folder(path)
     return open_pretrained_checkpoint(open_checkpoint(path), base=base, role=role)
 
 
@@ -376,22 +435,22 @@ def open_pretrained_checkpoint(
         CheckpointError: it does not describe a model, its adapters have another base, or it has no
             moving average.
     """
-    path = checkpoint.path
     if role == "ema":
         checkpoint.require_ema()
     if RECORD in checkpoint.state:
         return _open_adapted(checkpoint, base)
     model, tokenizer = _read_configs(checkpoint)
-    tokenizer = locate_copied_tokenizer(tokenizer, path)
+    folder = checkpoint.local_folder()
+    tokenizer = locate_copied_tokenizer(tokenizer, folder)
     ids = checkpoint.state.get("token_ids")
     token_ids = ids if isinstance(ids, dict) else {}
     return Pretrained(
-        path,
+        folder,
         model,
         tokenizer,
         CheckpointWeights(checkpoint, role),
         token_ids,
-        _raw_settings(path),
+        _raw_settings(folder),
         trained_with_forced_balancing(checkpoint, model),
         read_hf_source(checkpoint),
     )
@@ -734,12 +793,12 @@ def read_base_record(path: Path) -> dict[str, str] | None:
 def build_base_record(source: Pretrained) -> dict[str, str]:
     """Return the record, for checkpoints of adapters, that identifies their base weights."""
     return {
-        "base": str(source.path.absolute()),
+        "base": source.location,
         "fingerprint": fingerprint(source.weights, source.model),
     }
 
 
-def check_base_weights(record: Any, source: Pretrained, path: Path) -> None:  # Any: JSON
+def check_base_weights(record: Any, source: Pretrained, path: StoragePath) -> None:  # Any: JSON
     """Check that `source` has the base weights of the adapters in the checkpoint `path`.
 
     Raises:
@@ -756,9 +815,10 @@ def check_base_weights(record: Any, source: Pretrained, path: Path) -> None:  # 
 def _open_adapted(checkpoint: Checkpoint, base_folder: str | None) -> Pretrained:
     """Open a checkpoint of adapters as the model that they form with their base weights."""
     record, (model, tokenizer) = checkpoint.state[RECORD], _read_configs(checkpoint)
-    tokenizer = locate_copied_tokenizer(tokenizer, checkpoint.path)
+    folder = checkpoint.local_folder()
+    tokenizer = locate_copied_tokenizer(tokenizer, folder)
     base_path = base_folder or str(record["base"])
-    if base_folder is None and not Path(base_path).is_dir():
+    if base_folder is None and not is_url(base_path) and not Path(base_path).is_dir():
         raise CheckpointError(
             f"{checkpoint.path} holds adapters, but their base weights are not at {base_path}. "
             "Move them there, or set --base to their folder (checkpoint.load for a run)."
@@ -776,7 +836,7 @@ def _open_adapted(checkpoint: Checkpoint, base_folder: str | None) -> Pretrained
         )
     )
     return Pretrained(
-        checkpoint.path,
+        folder,
         model,
         tokenizer,
         weights,
@@ -851,9 +911,11 @@ def find_export_family(source: Pretrained) -> Family:
 
 
 def _locate_or_none(source: str) -> Path | None:
-    """Return `locate_source(source)`, or None if the folder no longer exists."""
+    """Return `locate_source(source)`, or None if the folder no longer exists; of a checkpoint in a
+    store, a local copy of the files that are not tensors."""
     try:
-        return locate_source(source)
+        path = locate_source(source)
+        return path if isinstance(path, Path) else copy_auxiliary_files_locally(path)
     except CheckpointError:
         return None
 

@@ -91,8 +91,9 @@ def write_release(
         written = write_box_files(staging, files, options, work.journal)
         for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
-        finished, _ = commit(staging, step, [written], dict(state or {}), config_text)
-        publish(work, finished, path)
+        committed, _ = commit(staging, step, [written], dict(state or {}), config_text)
+        assert isinstance(committed, Path), "the staging folder is local"
+        publish(work, committed, path)
     return sum(item.nbytes for item in items)
 
 

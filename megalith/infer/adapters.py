@@ -28,7 +28,7 @@ from megalith.hf.peft import (
 from megalith.hf.pretrained import (
     Pretrained,
     find_export_family,
-    locate_source,
+    locate_local_source,
     open_adapters,
     read_base_record,
 )
@@ -334,7 +334,7 @@ class AdapterManager:
     def _open(self, path: str) -> Adapters:
         """Open adapters and check that they were trained with the weights of this model, if they
         record those."""
-        folder = locate_source(path)
+        folder = locate_local_source(path)
         base = read_base_record(folder)
         if base is None:
             logger.warning(

@@ -19,7 +19,9 @@ from megalith import storage
 from megalith.config.observe import MlflowConfig, ObserveConfig, WandbConfig
 from megalith.config.tree import flatten, to_dict
 from megalith.errors import ConfigError
+from megalith.object_store import StorePath
 from megalith.observe.metrics import Row
+from megalith.storage import StoragePath
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Tracker(Protocol):
     def write(self, rows: Sequence[Row]) -> None:
         """Send rows of metrics."""
 
-    def link_checkpoint(self, path: Path) -> None:
+    def link_checkpoint(self, path: StoragePath) -> None:
         """Record the path of the newest checkpoint; nothing is uploaded."""
 
     def finish(self, *, failed: bool) -> None:
@@ -174,7 +176,7 @@ class WandbTracker:
         for row in rows:
             self._run.log(_select_scalars(row), step=row["step"])
 
-    def link_checkpoint(self, path: Path) -> None:
+    def link_checkpoint(self, path: StoragePath) -> None:
         """Write the path into the summary of the run."""
         self._run.summary["checkpoint"] = str(path)
 
@@ -252,7 +254,7 @@ class MlflowTracker:
         for first in range(0, len(metrics), self.max_metrics):
             self._client.log_batch(self._id, metrics=metrics[first : first + self.max_metrics])
 
-    def link_checkpoint(self, path: Path) -> None:
+    def link_checkpoint(self, path: StoragePath) -> None:
         """Write the path into a tag of the run."""
         self._client.set_tag(self._id, "checkpoint", str(path))
 
@@ -292,7 +294,7 @@ def _clean_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
-Message = Row | Path | int
+Message = Row | StoragePath | int
 """A row, the path of a checkpoint, or the step after which the tracker starts or continues."""
 
 
@@ -379,7 +381,7 @@ class TrackerThread:
                     self._tracker.finish(failed=False)
                 self._tracker.start(message)
                 self._is_started = True
-            elif isinstance(message, Path):
+            elif isinstance(message, (Path, StorePath)):
                 self._tracker.link_checkpoint(message)
             else:
                 rows = _take_rows(self._unsent, max_metrics=self._tracker.max_metrics)

@@ -392,6 +392,7 @@ def write_weights(
         )
         config_text = format_release_config(source, path)
         finished, _ = commit(staging, output.step, [written], state, config_text, auxiliary_files)
+        assert isinstance(finished, Path), "the staging folder is local"
         publish(work, finished, path)
     return output.nbytes
 

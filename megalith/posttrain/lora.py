@@ -15,6 +15,7 @@ from megalith.hf.pretrained import (
     build_base_record,
     check_base_weights,
     load_pretrained,
+    locate_local_source,
     locate_source,
     open_adapters,
     open_pretrained,
@@ -89,7 +90,8 @@ def load_adapters(
     """
     source = lora.load
     assert source is not None
-    path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
+    locate = locate_local_source
+    path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     raise_on_all_ranks(lambda: _check_same_base(path, record) if world.rank == 0 else None, world)
     raise_on_all_ranks(

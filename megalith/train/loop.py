@@ -4,9 +4,11 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from megalith import storage
 from megalith.checkpoint.commit import remove_leftovers
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport
@@ -16,7 +18,9 @@ from megalith.errors import CheckpointError
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
+from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
+from megalith.storage import StoragePath
 from megalith.train.callbacks.base import (
     Callback,
     CallbackList,
@@ -87,6 +91,7 @@ def run_training(
     callbacks = [*load_installed_callbacks(run.train.callbacks), *callbacks]
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
+    folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     with (
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
@@ -99,7 +104,7 @@ def run_training(
         if first:
             for line in list_changed_settings(folder, run):
                 progress.print_line(f"changed since the run was started: {line}")
-            remove_leftovers(folder.checkpoints)  # files that a killed run left incomplete
+        _open_checkpoints(folder.checkpoints, mesh)
         try:
             prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
         except Exception as error:
@@ -108,6 +113,26 @@ def run_training(
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
         return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+
+
+def _open_checkpoints(folder: StoragePath, mesh: Mesh) -> None:
+    """Check that each rank can use an object store, and remove what a killed run has left.
+    Collective.
+
+    Raises:
+        CheckpointError: on every rank: the store cannot be used.
+    """
+    if isinstance(folder, Path):
+        if mesh.world.rank == 0:
+            remove_leftovers(folder)
+        return
+
+    def prepare() -> None:
+        storage.check_writable(folder, "checkpoint.folder")
+        if mesh.world.rank == 0:
+            remove_leftovers(folder)
+
+    raise_on_all_ranks(prepare, mesh.world)
 
 
 def _open_log(folder: RunFolder, run: TrainRun, rank: int) -> AbstractContextManager[None]:

@@ -4,11 +4,11 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from megalith import storage
 from megalith.checkpoint.commit import set_aside_damaged
 from megalith.checkpoint.format import MANIFEST, CheckpointEntry
 from megalith.checkpoint.load import (
@@ -56,6 +56,7 @@ from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.posttrain.lora import load_adapters, load_base
+from megalith.storage import StoragePath
 from megalith.train.run_folder import (
     RunFolder,
     TokenizerFiles,
@@ -170,7 +171,7 @@ def open_checkpoint_source(
     return read_state(checkpoint, world)
 
 
-def _open_source(path: Path, settings: str, *, vocab_size: int) -> Checkpoint:
+def _open_source(path: StoragePath, settings: str, *, vocab_size: int) -> Checkpoint:
     """Open the checkpoint at whose step a run starts, of Megatron without its optimizer state.
 
     Raises:
@@ -180,7 +181,7 @@ def _open_source(path: Path, settings: str, *, vocab_size: int) -> Checkpoint:
         megatron = open_megatron(path, vocab_size=vocab_size)
         megatron.require_progress(settings)
         return megatron
-    if not (path / MANIFEST).exists():
+    if not storage.exists(path / MANIFEST):
         raise CheckpointError(
             f"{settings}: {path} holds weights only, so there is no step to continue from. Set "
             "checkpoint.load_mode=weights."
@@ -245,7 +246,7 @@ def describe_checkpoint_source(
     )
 
 
-def open_newest_checkpoint(folder: Path, world: Group) -> Checkpoint | None:
+def open_newest_checkpoint(folder: StoragePath, world: Group) -> Checkpoint | None:
     """Open the newest complete checkpoint in `folder`; None if there is none. Collective over
     `world`.
 
@@ -285,7 +286,7 @@ def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
     return older
 
 
-def _set_aside_if_others(path: Path) -> Path | None:
+def _set_aside_if_others(path: StoragePath) -> StoragePath | None:
     return set_aside_damaged(path) if list_other_checkpoints(path) else None
 
 

@@ -23,6 +23,7 @@ from megalith.data.tokenizer_formats import MODEL
 from megalith.errors import ConfigError, DataError
 from megalith.hf.folder import TOKENIZER_FILES, list_auxiliary_files
 from megalith.plan.param_groups import parameter_rows
+from megalith.storage import StoragePath
 
 FIXED = (
     "model.",
@@ -65,6 +66,9 @@ class RunFolder:
 
     path: Path
 
+    checkpoint_folder: StoragePath | None = None
+    """`checkpoint.folder`, if the checkpoints are elsewhere."""
+
     @property
     def config(self) -> Path:
         """The resolved settings; used as a recipe, they run it again."""
@@ -100,9 +104,9 @@ class RunFolder:
         return self.path / "parameters.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> StoragePath:
         """Folder of the checkpoints: step_0000100/, ..."""
-        return self.path / "checkpoints"
+        return self.checkpoint_folder or self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:

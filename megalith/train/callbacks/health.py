@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
+from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
@@ -203,7 +203,7 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
     )
 
 
-def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> str:
+def describe_last_good_checkpoint(folder: StoragePath, last_update: int, lr: float) -> str:
     """Describe how to continue from the newest checkpoint in `folder` before a series of skipped
     steps.
 
@@ -394,6 +394,7 @@ class Checkpointer(Callback):
             return None
         settings = WriterSettings(
             threads=checkpoint.writer_threads,
+            max_file_nbytes=max_file_nbytes(self._run.folder.checkpoints),
             timeout_seconds=checkpoint.writer_timeout_seconds,
             drain_seconds=checkpoint.drain_timeout_seconds,
         )
