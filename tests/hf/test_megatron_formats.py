@@ -1,4 +1,4 @@
-"""Legacy and zarr folders of Megatron, opened as checkpoints of ours."""
+"""Legacy and zarr folders of Megatron, opened with the interface of `Checkpoint`."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
-"""Early stop of a run: signals, the time limit, and the end time of a batch job. The current step
-is finished and saved first.
+"""Early stop of a run: preemption by a signal, the time limit, and the end time of a batch job. The
+current step is finished and saved first.
 """
 
 import os
