@@ -321,6 +321,8 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "callbacks",
         "train.callbacks",
         "train.ema.decay",
+        "train.exit_margin_minutes",
+        "train.sigusr1_action",
         "train.ema.device",
         "train.ema.every",
         "train.ema.start_step",
