@@ -102,7 +102,7 @@ def exchange_bytes(
         for each in work:
             each.wait()
         if buffer is not None:
-            write(memoryview(buffer.cpu().numpy()))
+            write(buffer.cpu().numpy().data)
 
 
 def send_bytes(data: bytes | memoryview, group: Group, to: int, *, device: torch.device) -> None:
