@@ -606,7 +606,7 @@ class LocalCheckpoint(Checkpoint):
                 reads = plan_reads(self.chosen.folders, needs, self.machines, damaged=damaged)
             except PlanError as error:
                 raise CheckpointError(
-                    f"{self.path}: {error} (damaged: {self._describe_copies(damaged)})."
+                    f"step {self.step}: {error} (damaged: {self._describe_copies(damaged)})."
                 ) from error
             if world.rank == 0:
                 self._log_replacements(failed, reads)
