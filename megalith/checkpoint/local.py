@@ -448,7 +448,7 @@ class LocalTier:
     def discard_after(self, step: int) -> None:
         """Delete this rank's local checkpoints of later steps, because the run continues from
         `step`. Not collective."""
-        for other, path in step_folders(self.folder).items():
+        for other, path in _step_paths(self.folder).items():
             if other > step:
                 _remove(path)
 
@@ -466,7 +466,7 @@ class LocalTier:
         for name in storage.list_names(self.root):
             if not name.startswith("rank_"):
                 continue
-            for path in step_folders(self.root / name).values():
+            for path in _step_paths(self.root / name).values():
                 try:
                     table = parse_table(storage.read_bytes(path / TABLE), path / TABLE)
                     if table.run != self.run:
@@ -890,6 +890,11 @@ def _read_padded(path: Path, stored: StoredBox) -> memoryview:
     except OSError:
         data = memoryview(b"")
     return data if len(data) == stored.nbytes else memoryview(bytes(stored.nbytes))
+
+
+def _step_paths(folder: Path) -> dict[int, Path]:
+    """Return the folders of a rank's local checkpoints by step, oldest first."""
+    return {step: folder / folder_name(step) for step in step_folders(folder)}
 
 
 def _remove_if_empty(folder: Path) -> None:

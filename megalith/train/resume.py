@@ -4,6 +4,7 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -331,11 +332,13 @@ class PreparedRun:
         self.memory_before_gib = peak_memory_gib(device)
         """Memory of the process before it holds the data, the weights and the optimizer state."""
         self.is_writer = mesh.world.rank == 0
-        local = run.checkpoint.local
+        local, stored = run.checkpoint.local, folder.checkpoints
+        # The id of a run whose checkpoints are in an object store is in its folder.
+        id_folder = stored if isinstance(stored, Path) else folder.path / "checkpoints"
         self.local_tier = (
             None
             if local.every is None
-            else LocalTier(local, folder.path.name, folder.checkpoints, mesh.world, device)
+            else LocalTier(local, folder.path.name, id_folder, mesh.world, device)
         )
         self._damaged_local_saves: tuple[str, ...] = ()
         saved = self._open_newest()
