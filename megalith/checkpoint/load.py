@@ -320,7 +320,7 @@ class Checkpoint:
         for entry in filled:
             parts.setdefault(sources[entry.key], []).extend(pieces(entry))
         try:
-            raise_on_all_ranks(lambda: self._fill(parts), world)
+            self._fill_on_all_ranks(parts, world)
             if vocab_size is not None:
                 for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
                     piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
@@ -473,6 +473,14 @@ class Checkpoint:
         self._fill({key: pieces(CheckpointEntry(pair.shard, "param", stored))})
         return stored
 
+    def _fill_on_all_ranks(self, wanted: Mapping[str, Sequence[TensorPiece]], world: Group) -> None:
+        """Fill the pieces of every rank. Collective.
+
+        Raises:
+            CheckpointError: on every rank: a file could not be read or is damaged.
+        """
+        raise_on_all_ranks(lambda: self._fill(wanted), world)
+
     def _fill(self, wanted: Mapping[str, Sequence[TensorPiece]]) -> None:
         """Copy stored values into the pieces, reading each stored box once, in file order."""
         for key, stored in _in_file_order(self.manifest, wanted):
@@ -497,6 +505,14 @@ class Checkpoint:
         known = (stored.file, stored.offset) in self._verified_boxes
         data = map_bytes(path, stored, place) if known else map_checked_bytes(path, stored, place)
         self._verified_boxes.add((stored.file, stored.offset))
+        return self._parse_box(key, stored, data, place)
+
+    def _parse_box(self, key: str, stored: StoredBox, data: memoryview, place: str) -> Tensor:
+        """Return the tensor in the bytes of a box.
+
+        Raises:
+            CheckpointError: the bytes are not the expected tensor; `place` names them.
+        """
         try:
             tensor = parse_saved_tensor(data)
         except Exception as error:  # untrusted bytes may raise any error, but are not executed

@@ -23,6 +23,31 @@ NewRowInit = Literal["zero", "mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCheckpointConfig:
+    """Local checkpoints: each rank's boxes in the memory or on the disk of its machine, with copies
+    on a peer; a restarted run continues from them."""
+
+    every: Annotated[int | None, Ge(1)] = None
+    """Steps between local checkpoints. Unset: none."""
+
+    folder: str | None = None
+    """Folder of the machine in which each run has its own folder: a memory file system, or a local
+    disk to survive a reboot. Unset: /dev/shm, where it exists."""
+
+    replication_factor: Annotated[int, Ge(1)] = 2
+    """Number of ranks that store each box: the rank itself, and the peers that have copies. 1: no
+    copies."""
+
+    replication_jump: Annotated[int | None, Ge(1)] = None
+    """Distance between a rank and the rank that stores its copies. Unset: the number of ranks of a
+    machine, so that copies are on another machine; 1 if there is only one machine."""
+
+    keep: Annotated[int, Ge(1)] = 2
+    """Number of latest local checkpoints to keep; the memory of one more is needed while it is
+    saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints of a run, saved in `RUN/checkpoints/` or `folder`."""
 
@@ -109,6 +134,8 @@ class CheckpointConfig:
     """Number of consecutive failed saves after which the run ends. Before that, each failed save
     is reported and the run continues."""
 
+    local: LocalCheckpointConfig = LocalCheckpointConfig()
+
     def parse_folder(self) -> StoragePath | None:
         """Return the path of `folder`; None if it is unset.
 
@@ -145,7 +172,31 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
             f"checkpoint.new_rows={checkpoint.new_rows} needs checkpoint.load, which is "
             f"unset. Set checkpoint.load to a Hugging Face folder, or remove checkpoint.new_rows."
         )
-    return problems + _load_mode_problems(checkpoint)
+    return problems + _load_mode_problems(checkpoint) + _local_problems(checkpoint.local)
+
+
+def _local_problems(local: LocalCheckpointConfig) -> list[str]:
+    """Rules of `local`."""
+    unset = LocalCheckpointConfig()
+    changed = [
+        name
+        for name in ("folder", "replication_factor", "replication_jump", "keep")
+        if getattr(local, name) != getattr(unset, name)
+    ]
+    if local.every is None and changed:
+        name = changed[0]
+        return [
+            f"checkpoint.local.{name}={getattr(local, name)} needs checkpoint.local.every, which "
+            f"is unset. Set checkpoint.local.every, for example to 10, or remove "
+            f"checkpoint.local.{name}."
+        ]
+    if local.replication_factor == 1 and local.replication_jump is not None:
+        return [
+            f"checkpoint.local.replication_jump={local.replication_jump} with "
+            "checkpoint.local.replication_factor=1: there are no copies. Set "
+            "checkpoint.local.replication_factor=2, or remove checkpoint.local.replication_jump."
+        ]
+    return []
 
 
 def _url_problems(checkpoint: CheckpointConfig) -> list[str]:

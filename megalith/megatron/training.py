@@ -174,11 +174,46 @@ def translate_folders(draft: Draft) -> None:
     if arguments.given("--dist-ckpt-workers"):
         threads = arguments.value("--dist-ckpt-workers")
         draft.put("--dist-ckpt-workers", "checkpoint.writer_threads", threads)
+    _translate_local_checkpoints(draft)
     _translate_load(draft, str(load) if load is not None and load != save else None)
     _translate_retention(draft)
     if arguments.value("--tensorboard-dir") is not None:
         text = "written to tensorboard/ in the run folder"
         draft.put("--tensorboard-dir", "observe.tensorboard", True, text)
+
+
+def _translate_local_checkpoints(draft: Draft) -> None:
+    """Translate non-persistent checkpoints; those of type local have settings."""
+    interval, kind, folder, copies, factor, jump = (
+        "--non-persistent-save-interval",
+        "--non-persistent-ckpt-type",
+        "--non-persistent-local-ckpt-dir",
+        "--replication",
+        "--replication-factor",
+        "--replication-jump",
+    )
+    arguments = draft.arguments
+    flags = [
+        flag for flag in (interval, kind, folder, copies, factor, jump) if arguments.given(flag)
+    ]
+    if not flags:
+        return
+    if arguments.value(kind) != "local" or arguments.value(interval) is None:
+        text = f"takes effect only with {kind} local and {interval}"
+        for flag in flags:
+            draft.report("explained", flag, text)
+        return
+    draft.put(interval, "checkpoint.local.every", arguments.value(interval))
+    draft.report("explained", kind, "local checkpoints: checkpoint.local.every")
+    if arguments.value(folder) is not None:
+        draft.put(folder, "checkpoint.local.folder", arguments.value(folder))
+    if not arguments.value(copies):
+        draft.put(copies, "checkpoint.local.replication_factor", 1, "Megatron makes no copies")
+        return
+    number = arguments.value(factor) if arguments.given(factor) else 2
+    draft.put(copies, "checkpoint.local.replication_factor", number)
+    if arguments.value(jump) is not None:
+        draft.put(jump, "checkpoint.local.replication_jump", arguments.value(jump))
 
 
 def _translate_load(draft: Draft, load: str | None) -> None:

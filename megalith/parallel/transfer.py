@@ -1,7 +1,7 @@
-"""Moves weights between ranks as planned by `plan/transfer`: copies on a rank, and one message at a
-time between two ranks."""
+"""Moves data between ranks: weights as planned by `plan/transfer`, by copies on a rank and one
+message at a time between two ranks; and bytes, in messages of bounded size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,3 +57,79 @@ def _receive(target: Tensor, dtype: torch.dtype, group: Group, sender: int) -> N
 def _select(values: Tensor, box: Box) -> Tensor:
     """Return the view of a box in coordinates of the tensor."""
     return values[tuple(slice(*span) for span in box)]
+
+
+# --- bytes, in messages of bounded size
+
+BYTES_TAG = 1 << 22
+"""Tag of the messages of bytes."""
+
+MESSAGE_NBYTES = 16 * 2**20
+"""Largest message, and so the memory of a transfer (heuristic: long enough that the latency of a
+message does not matter)."""
+
+ReadBytes = Callable[[int, int], bytes | memoryview]
+"""Returns the bytes [start, stop) of what is sent."""
+
+
+def exchange_bytes(
+    read: ReadBytes,
+    num_sent: int,
+    write: Callable[[memoryview], None],
+    num_received: int,
+    group: Group,
+    *,
+    to: int,
+    source: int,
+    device: torch.device,
+) -> None:
+    """Send `num_sent` bytes to rank number `to` while receiving `num_received` from rank number
+    `source`.
+
+    `device`: of the messages, as the backend of the group requires. Ranks whose `to` and `source`
+    form rings may call this together.
+    """
+    for start in range(0, max(num_sent, num_received), MESSAGE_NBYTES):
+        work, buffer = [], None
+        if start < num_received:
+            nbytes = min(MESSAGE_NBYTES, num_received - start)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            work.append(start_receive(buffer, group, source, tag=BYTES_TAG))
+        if start < num_sent:
+            data = read(start, min(start + MESSAGE_NBYTES, num_sent))
+            message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+            work.append(start_send(message, group, to, tag=BYTES_TAG))
+        for each in work:
+            each.wait()
+        if buffer is not None:
+            write(buffer.cpu().numpy().data)
+
+
+def send_bytes(data: bytes | memoryview, group: Group, to: int, *, device: torch.device) -> None:
+    """Send bytes to rank number `to`, which calls `receive_bytes`."""
+    exchange_bytes(
+        lambda start, stop: data[start:stop],
+        len(data),
+        lambda _: None,
+        0,
+        group,
+        to=to,
+        source=to,
+        device=device,
+    )
+
+
+def receive_bytes(nbytes: int, group: Group, source: int, *, device: torch.device) -> memoryview:
+    """Receive bytes that rank number `source` sends by `send_bytes`."""
+    received = bytearray()
+    exchange_bytes(
+        lambda _start, _stop: b"",
+        0,
+        received.extend,
+        nbytes,
+        group,
+        to=source,
+        source=source,
+        device=device,
+    )
+    return memoryview(received)

@@ -37,6 +37,7 @@ from megalith.train.callbacks.health import (
     FaultDetector,
     ReplicaCheck,
 )
+from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
     out_of_memory_error,
@@ -165,6 +166,7 @@ class TrainLoop:
         self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
         self.checkpointer = Checkpointer(self.fault_detector, lock)
+        self.local_checkpointer = LocalCheckpointer(self.fault_detector, self.checkpointer)
         self.profiler = Profiler()
         lock_id = None if lock is None else lock.holder.id
         self.run_requests = RunRequests(lock_id, self.evaluator, self.profiler)
@@ -183,6 +185,7 @@ class TrainLoop:
                 self.stop_requests,
                 self.evaluator,
                 self.checkpointer,
+                self.local_checkpointer,
                 Plots(),
                 MetricsWriter(),
                 *([ExperimentTrackers()] if uses_trackers else []),
@@ -247,6 +250,7 @@ class TrainLoop:
                 break
             if StepRequest.SAVE in requests:
                 self._save()
+            self._save_local()
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
@@ -336,6 +340,14 @@ class TrainLoop:
         with self.timers.section("save"):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
+
+    def _save_local(self) -> None:
+        """Save a local checkpoint of the current step, if one is due."""
+        if not self.local_checkpointer.is_due():
+            return
+        self._phase = f"while step {self.prepared.state.step} was saved locally"
+        with self.timers.section("save"):
+            self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""

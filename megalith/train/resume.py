@@ -4,6 +4,7 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megalith.checkpoint.load import (
     list_other_checkpoints,
     open_checkpoint,
 )
+from megalith.checkpoint.local import LocalCheckpoint, LocalTier
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
@@ -330,7 +332,16 @@ class PreparedRun:
         self.memory_before_gib = peak_memory_gib(device)
         """Memory of the process before it holds the data, the weights and the optimizer state."""
         self.is_writer = mesh.world.rank == 0
-        saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
+        local, stored = run.checkpoint.local, folder.checkpoints
+        # The id of a run whose checkpoints are in an object store is in its folder.
+        id_folder = stored if isinstance(stored, Path) else folder.path / "checkpoints"
+        self.local_tier = (
+            None
+            if local.every is None
+            else LocalTier(local, folder.path.name, id_folder, mesh.world, device)
+        )
+        self._damaged_local_saves: tuple[str, ...] = ()
+        saved = self._open_newest()
         self.checkpoint_source = (
             open_checkpoint_source(run.checkpoint, mesh.world, vocab_size=run.model.vocab_size)
             if saved is None
@@ -353,7 +364,7 @@ class PreparedRun:
             fill_frozen=may_keep_initial_weights(run),
         )
         while (damage := self._load_or_find_damage(saved)) is not None:
-            saved = fall_back(damage, mesh.world)
+            saved = self._fall_back(saved, damage)
             self.state = _read_train_state(saved)
             self.data = self._open_data(saved)
             for slot in self.trainer.optimizer.slots:
@@ -364,6 +375,9 @@ class PreparedRun:
             for warning in saved.warnings():
                 _log.warning(warning)
         self.is_resumed = saved is not None
+        self.is_resumed_locally = isinstance(saved, LocalCheckpoint)
+        if self.local_tier is not None:
+            self.local_tier.discard_after(self.state.step)
         start = saved or self.checkpoint_source
         self.callback_states: Mapping[str, Any] = (  # Any: JSON
             {} if start is None else start.state.get(CALLBACKS, {})
@@ -371,6 +385,41 @@ class PreparedRun:
         self.rollbacks: tuple[int, ...] = (
             () if saved is None else tuple(saved.state.get(ROLLBACKS, ()))
         )
+
+    def _open_newest(self) -> Checkpoint | None:
+        """Open the newest checkpoint of this run: a complete local one, unless the persistent one
+        is of a later step. Collective."""
+        saved = open_newest_checkpoint(self.folder.checkpoints, self.mesh.world)
+        if self.local_tier is None:
+            return saved
+        local = self.local_tier.find(
+            at_least=0 if saved is None else saved.step,
+            lineage=() if saved is None else saved.state.get(ROLLBACKS, ()),
+            excluded=self._damaged_local_saves,
+            alternative="no checkpoint" if saved is None else saved.path.name,
+        )
+        if local is None:
+            return saved
+        local.require_state(*PROGRESS)
+        return local
+
+    def _fall_back(self, saved: Checkpoint | None, damage: DamagedCheckpointError) -> Checkpoint:
+        """Return the checkpoint to load after `saved`, which is damaged. Collective.
+
+        Raises:
+            DamagedCheckpointError: there is none.
+        """
+        if not isinstance(saved, LocalCheckpoint):
+            return fall_back(damage, self.mesh.world)
+        self._damaged_local_saves = (*self._damaged_local_saves, saved.save)
+        older = self._open_newest()
+        if older is None:
+            raise damage
+        if self.is_writer:
+            kind = "the local checkpoint of " if isinstance(older, LocalCheckpoint) else ""
+            text = "skipping the local checkpoint of step %d: %s Resuming from %s%s."
+            _log.warning(text, saved.step, damage.reason, kind, older.path.name)
+        return older
 
     def roll_back(self) -> None:
         """Discard the current step and restore the newest checkpoint of the run; the samples of
@@ -403,6 +452,9 @@ class PreparedRun:
                 f"no checkpoint yet. {advice}, or run without the callback."
             )
         saved = self._restore_undamaged(saved)
+        if self.local_tier is not None:
+            # Those of this step have the old position in the data.
+            self.local_tier.discard_after(self.state.step - 1)
         self.state.consumed_samples = consumed
         self.rollbacks = (*self.rollbacks, step)
         self.callback_states = saved.state.get(CALLBACKS, {})
@@ -508,7 +560,8 @@ class PreparedRun:
         self.hf_source = read_hf_source(saved)
         if saved is not None:
             self._load_checkpoint(saved)
-            self.print_line(f"resuming {self.folder.path} at step {self.state.step}")
+            tier = " from its local checkpoint" if isinstance(saved, LocalCheckpoint) else ""
+            self.print_line(f"resuming {self.folder.path} at step {self.state.step}{tier}")
         elif run.lora is not None:
             if run.lora.load is not None:
                 assert self.lora_base is not None, "a LoRA run has base weights"
@@ -577,12 +630,18 @@ class PreparedRun:
             )
         resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
         entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
-        saved_run = open_pretrained_checkpoint(
-            saved, base=None if self.lora_base is None else rules.load
+        # list_changed_settings has compared the model with that of a local checkpoint.
+        saved_run = (
+            None
+            if isinstance(saved, LocalCheckpoint)
+            else open_pretrained_checkpoint(
+                saved, base=None if self.lora_base is None else rules.load
+            )
         )
         # The saved vocabulary may be padded to another multiple.
         padded = (
             self.checkpoint_source is not None
+            and saved_run is not None
             and saved_run.model.vocab_size == run.model.vocab_size
         )
         report = saved.load_into(
@@ -593,10 +652,11 @@ class PreparedRun:
             vocab_size=run.model.vocab_size if padded else None,
         )
         # A folder without config.yaml was not compared by list_changed_settings.
-        for line in check_same_model(
-            saved_run, run.model, allow=rules.allow_model_changes, padded=padded
-        ):
-            self.print_line(f"{saved.path}: {line}")
+        if saved_run is not None:
+            for line in check_same_model(
+                saved_run, run.model, allow=rules.allow_model_changes, padded=padded
+            ):
+                self.print_line(f"{saved.path}: {line}")
         # New moments start at zero and need bias correction from the first update.
         fresh = resets_optimizer or report.fresh_state
         updates = saved.state.get("optimizer_updates", self.state.step - self.state.skipped)

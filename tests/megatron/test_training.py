@@ -107,6 +107,24 @@ def test_checkpoints_are_kept_as_in_megatron(tiny: Translate) -> None:
     assert "--save-interval is missing" in tiny("--save x").problems[0]
 
 
+def test_non_persistent_checkpoints_of_type_local_are_mapped(tiny: Translate) -> None:
+    flags = "--save x --save-interval 20 --non-persistent-save-interval 5"
+    copies = "--replication --replication-jump 8"
+    expected = {
+        "--non-persistent-ckpt-type local": (5, None, 1, None),
+        f"--non-persistent-ckpt-type local {copies}": (5, None, 2, 8),
+        f"--non-persistent-ckpt-type local {copies} --replication-factor 3": (5, None, 3, 8),
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir /a": (5, "/a", 1, None),
+        "--non-persistent-ckpt-type global": (None, None, 2, None),
+    }
+    for more, (every, folder, factor, jump) in expected.items():
+        run = tiny(f"{flags} {more}").run
+        assert run is not None, more
+        local = run.checkpoint.local
+        settings = local.every, local.folder, local.replication_factor, local.replication_jump
+        assert settings == (every, folder, factor, jump), more
+
+
 def test_checkpoint_to_start_from_is_mapped_with_its_load_mode(tiny: Translate) -> None:
     expected = {
         "--load x": ("x", "all"),

@@ -353,7 +353,8 @@ class Checkpointer(Callback):
             CheckpointError: on every rank: host memory does not suffice for checkpoint.async_save.
         """
         self._run = run
-        self.saved_step = run.step if run.prepared.is_resumed else -1
+        is_saved = run.prepared.is_resumed and not run.prepared.is_resumed_locally
+        self.saved_step = run.step if is_saved else -1
         self._saver = self._open_saver()
         if self._saver is not None:
             run.prepared.trainer.write_guard.wait_staged = self._saver.wait_staged
@@ -380,7 +381,7 @@ class Checkpointer(Callback):
             return None
         if checkpoint.async_save == "auto" and checkpoint.every == 0:
             return None  # only the last save, which is synchronous
-        entries = self._entries()
+        entries = self.entries()
         memory = check_memory(entries, world)
         if checkpoint.async_save == "auto" and memory.largest_rank < MIN_NBYTES:
             return None
@@ -480,7 +481,7 @@ class Checkpointer(Callback):
         Raises:
             DataError: parameters are NaN or infinite, which no further step would change.
         """
-        run, step = self._run.prepared, self._run.step
+        step = self._run.step
         if self.saved_step == step:
             return None
         if self._fault_detector.diverged:
@@ -492,7 +493,21 @@ class Checkpointer(Callback):
             self._is_delayed = True
             return None
         self._is_delayed = False
-        entries = self._entries()
+        entries = self.entries()
+        state = self.collect_state(entries, callback_states)
+        return self._write(entries, state, final=final, overlap=overlap and not final)
+
+    def collect_state(
+        self,
+        entries: Sequence[CheckpointEntry],
+        callback_states: Callable[[], dict[str, Any]],  # Any: JSON
+    ) -> dict[str, Any]:  # JSON
+        """Return what a checkpoint of this step holds besides tensors. Collective.
+
+        Raises:
+            DataError: parameters are NaN or infinite, which no further step would change.
+        """
+        run, step = self._run.prepared, self._run.step
         states: dict[str, Any] = {}  # Any: JSON
 
         def check() -> tuple[list[str], list[str]]:
@@ -508,12 +523,7 @@ class Checkpointer(Callback):
             )
         # A callback that failed on another rank has no state.
         common = {name: states[name] for name in states if all(name in each for _, each in checks)}
-        return self._write(
-            entries,
-            run.state_json() | ({CALLBACKS: common} if common else {}),
-            final=final,
-            overlap=overlap and not final,
-        )
+        return run.state_json() | ({CALLBACKS: common} if common else {})
 
     def _write(
         self,
@@ -583,7 +593,7 @@ class Checkpointer(Callback):
         if self._lock is not None:
             self._lock.check()  # another run may have taken over the folder
 
-    def _entries(self) -> list[CheckpointEntry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Return the tensors to save; without checkpoint.save_optimizer only the weights and their
         moving average."""
         entries = checkpoint_entries(self._run.prepared.trainer)

@@ -1,0 +1,291 @@
+"""Runs with local checkpoints: a run that was interrupted between two persistent checkpoints
+continues from the newest local one, bit for bit."""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.callbacks.base import Callback, Outcome, RunView
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+from megalith.train.step import StepRequest
+
+CPU = torch.device("cpu")
+BASE = {
+    "train.eval_steps": "0",
+    "train.steps": "7",
+    "checkpoint.every": "4",
+    "checkpoint.keep": "none",
+    "checkpoint.async_save": "false",
+}
+LOCAL = {"checkpoint.local.every": "1"}
+FIELDS = "step", "loss", "grad_norm", "lr", "tokens"
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing is saved."""
+
+
+class KillAt(Callback):
+    """Ends the run before a step, or requests something there."""
+
+    def __init__(self, step: int, request: StepRequest | None = None) -> None:
+        self.step, self.requested = step, request
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def before_step(self, step: int, batches: Any) -> None:
+        if step == self.step and self.requested is None:
+            raise Killed
+        if step == self.step and self.requested is not None:
+            self.step = 0
+            self.run.request(self.requested)
+
+
+def train(path: Path, settings: Mapping[str, str], *callbacks: Callback) -> Outcome:
+    """The tiny run on one process."""
+    run = tiny_run(BASE | settings)
+    mesh = build_single_rank_mesh()
+    return run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+
+
+def local_settings(path: Path) -> dict[str, str]:
+    return LOCAL | {"checkpoint.local.folder": str(path.with_name(f"{path.name}.local"))}
+
+
+def rank_folder(path: Path, rank: int = 0) -> Path:
+    """The folder of the local checkpoints of a rank of the run in `path`."""
+    (folder,) = path.with_name(f"{path.name}.local").glob(f"megalith-*/rank_{rank:05d}")
+    return folder
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in FIELDS} for row in read_metrics(path / "metrics.jsonl")]
+
+
+def assert_last_checkpoints_equal(path: Path, other: Path) -> None:
+    """Compare every bit of every tensor after the last step."""
+    one, two = (open_checkpoint(each / "checkpoints" / "step_0000007") for each in (path, other))
+    assert one.manifest.tensors.keys() == two.manifest.tensors.keys()
+    for key in sorted(one.manifest.tensors):
+        assert torch.equal(one.read(key), two.read(key)), key
+    assert one.state == two.state
+
+
+def log_of(path: Path) -> str:
+    return (path / "log.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without local checkpoints."""
+    path = tmp_path_factory.mktemp("reference") / "run"
+    train(path, {})
+    return path
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """A run killed in step 7, with local checkpoints of steps 5 and 6, and a persistent one of step
+    4."""
+    path = tmp_path / "run"
+    with pytest.raises(Killed):
+        train(path, local_settings(path), KillAt(7))
+    return path
+
+
+def test_run_resumes_from_the_newest_local_checkpoint(killed: Path, reference: Path) -> None:
+    assert [each.name for each in sorted(rank_folder(killed).iterdir())] == [
+        "step_0000005",
+        "step_0000006",
+    ]
+    train(killed, local_settings(killed))
+    assert f"resuming {killed} at step 6 from its local checkpoint" in log_of(killed)
+    assert rows(killed) == rows(reference)
+    assert_last_checkpoints_equal(killed, reference)
+    assert not list(killed.with_name("run.local").iterdir())  # the persistent one holds the end
+
+
+@pytest.mark.parametrize("damage", ["lost", "flipped", "both flipped"])
+def test_damaged_local_checkpoint_falls_back(killed: Path, reference: Path, damage: str) -> None:
+    """One rank has no copies: the local checkpoint before is read, then the persistent one."""
+    folders = sorted(rank_folder(killed).iterdir(), reverse=True)
+    for folder in folders[: 2 if damage == "both flipped" else 1]:
+        file = folder / "__0_0.distcp"
+        if damage == "lost":
+            file.unlink()
+            continue
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 16
+        file.write_bytes(data)
+    train(killed, local_settings(killed))
+    text = log_of(killed)
+    if damage == "both flipped":
+        assert "skipping the local checkpoint of step 6: step 6: box " in text
+        assert "Resuming from the local checkpoint of step_0000005." in text
+        assert "skipping the local checkpoint of step 5: step 5: box " in text
+        assert "Resuming from step_0000004." in text
+        assert f"resuming {killed} at step 4\n" in text
+    else:
+        assert f"resuming {killed} at step 5 from its local checkpoint" in text
+    if damage == "lost":
+        assert (
+            "the local checkpoint of step 6 is not complete: 0 of 1 ranks have no folder of it (-)"
+        ) in text
+        assert "using the local checkpoint of step 5" in text
+    assert rows(killed) == rows(reference)
+    assert_last_checkpoints_equal(killed, reference)
+
+
+def test_persistent_checkpoint_that_is_newer_is_used(killed: Path, reference: Path) -> None:
+    shutil.rmtree(rank_folder(killed) / "step_0000006")
+    with pytest.raises(Killed):
+        train(killed, {"checkpoint.every": "1"}, KillAt(7))  # without local checkpoints
+    train(killed, local_settings(killed))
+    text = "the newest local checkpoint is of step 5, before step 6; using step_0000006"
+    assert text in log_of(killed)
+    assert f"resuming {killed} at step 6\n" in log_of(killed)
+    assert rows(killed) == rows(reference)
+
+
+def test_damaged_local_checkpoint_without_another_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    settings = local_settings(path) | {"checkpoint.local.keep": "1", "checkpoint.every": "0"}
+    with pytest.raises(Killed):
+        train(path, settings, KillAt(3))
+    file = rank_folder(path) / "step_0000002" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match=r"^step 2: box .*: no copy is intact \(damag"):
+        train(path, settings)
+
+
+def test_rollback_discards_local_checkpoints_of_its_steps(killed: Path) -> None:
+    """They have the old position in the data."""
+    settings = local_settings(killed) | {"train.steps": "12"}
+    with pytest.raises(Killed):
+        train(killed, settings, KillAt(7, StepRequest.ROLLBACK), _KillAfterRollback())
+    assert not list(rank_folder(killed).iterdir())
+    train(killed, settings)
+    assert f"resuming {killed} at step 4\n" in log_of(killed)
+
+
+class _KillAfterRollback(Callback):
+    """Ends the run after a rollback has been saved."""
+
+    essential = True
+
+    def __init__(self) -> None:
+        self.has_rolled_back = False
+
+    def after_rollback(self, step: int) -> None:
+        self.has_rolled_back = True
+
+    def before_step(self, step: int, batches: Any) -> None:
+        if self.has_rolled_back:
+            raise Killed
+
+
+def test_failed_local_save_does_not_end_the_run(
+    tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megalith.checkpoint.local import LocalTier
+
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise CheckpointError("the local checkpoint of step 1 was not saved.")
+
+    monkeypatch.setattr(LocalTier, "save", fail)
+    path = tmp_path / "run"
+    train(path, local_settings(path))
+    text = "the run continues without this local checkpoint: the local checkpoint of step 1 was"
+    assert log_of(path).count(text) == 1
+    assert rows(path) == rows(reference)
+
+
+def test_run_id_is_stored_with_the_checkpoints(killed: Path) -> None:
+    run = (killed / "checkpoints" / "run_id").read_text().strip()
+    assert rank_folder(killed).parent.name == f"megalith-run-{run}"
+    table = json.loads((rank_folder(killed) / "step_0000006" / "local.json").read_text())
+    assert (table["run"], table["step"], table["rank"]) == (run, 6, 0)
+    shutil.rmtree(killed / "checkpoints")
+    train(killed, local_settings(killed))
+    assert "starting from the beginning" in log_of(killed)
+
+
+# --- several ranks
+
+ZERO = {"parallel.dp": "2", "parallel.zero": "1", "precision.params": "bf16"}
+
+
+def _train_on_ranks(
+    rank: int, world: int, path: Path, settings: Mapping[str, str], kill_at: int
+) -> str:
+    run = tiny_run(BASE | settings)
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    callbacks = [KillAt(kill_at)] if kill_at else []
+    try:
+        run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+    except Killed:
+        return "killed"
+    finally:
+        logging.getLogger().handlers.clear()
+    return "done"
+
+
+def _resume(path: Path, reference: Path, world: int, layout: Mapping[str, str], lost: int) -> None:
+    """Lose the folder of one rank, continue, and compare with the uninterrupted run."""
+    settings = local_settings(path) | layout
+    assert run_ranks(_train_on_ranks, world, path, settings, 7) == ["killed"] * world
+    shutil.rmtree(rank_folder(path, lost))
+    assert run_ranks(_train_on_ranks, world, path, settings, 0) == ["done"] * world
+    assert f"resuming {path} at step 6 from its local checkpoint" in log_of(path)
+    assert rows(path) == rows(reference)
+    assert_last_checkpoints_equal(path, reference)
+
+
+def test_two_ranks_resume_after_one_has_lost_its_folder(tmp_path: Path) -> None:
+    assert run_ranks(_train_on_ranks, 2, tmp_path / "reference", ZERO, 0) == ["done"] * 2
+    _resume(tmp_path / "run", tmp_path / "reference", 2, ZERO, lost=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [(0,), (1,), (2,), (3,), (0, 2), (1, 3)])
+def test_four_ranks_resume_after_some_have_lost_their_folders(
+    tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    """The same layout continues bit for bit; the state that dp 2 and tp 2 load is the same too."""
+    layout = {"parallel.dp": "2", "parallel.tp": "2", "parallel.zero": "1"}
+    path, reference = tmp_path / "run", tmp_path / "reference"
+    run_ranks(_train_on_ranks, 4, reference, layout, 0)
+    run_ranks(_train_on_ranks, 4, path, local_settings(path) | layout, 7)
+    for rank in lost:
+        shutil.rmtree(rank_folder(path, rank))
+    copies = {
+        name: shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{name}"))
+        for name in ("dp", "tp")
+    }
+    run_ranks(_train_on_ranks, 4, path, local_settings(path) | layout, 0)
+    assert f"resuming {path} at step 6 from its local checkpoint" in log_of(path)
+    assert rows(path) == rows(reference)
+    assert_last_checkpoints_equal(path, reference)
+    for name, copy in copies.items():
+        other = Path(copy) / "run"
+        run_ranks(_train_on_ranks, 2, other, local_settings(other) | {f"parallel.{name}": "2"}, 0)
+        assert f"resuming {other} at step 6 from its local checkpoint" in log_of(other)
+        assert rows(other)[:6] == rows(reference)[:6]
+        assert rows(other)[6]["loss"] == pytest.approx(rows(reference)[6]["loss"], rel=1e-5)
