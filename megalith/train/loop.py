@@ -20,8 +20,8 @@ from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
-from megalith.storage import StoragePath
 from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.storage import StoragePath
 from megalith.train.callbacks.base import (
     Callback,
     CallbackList,

@@ -24,8 +24,8 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
-from megalith.storage import StoragePath, max_file_nbytes
 from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
