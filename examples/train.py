@@ -16,6 +16,7 @@ from megalith.data.loader import BatchSettings, Loader, MaskSettings
 from megalith.data.sample import SampleSettings
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 
@@ -42,7 +43,7 @@ def train(run: TrainRun) -> list[float]:
     batches = BatchSettings.of_run(run, MaskSettings(eod=256))
     loader = Loader(data.train, batches, mesh.dp, consumed=0, steps=loop.steps, device=cpu)
     lengths = schedule_lengths(
-        run.schedule, global_batch_size=loop.global_batch_size, total_steps=loop.steps
+        run.schedule, batch_schedule=build_batch_schedule(loop), total_steps=loop.steps
     )
     losses = []
     for step in range(loop.steps):

@@ -128,7 +128,9 @@ def fit_layout_to_world(run: TrainRun, world: int, given: Collection[str]) -> Tr
     return replace(
         run,
         parallel=layout,
-        train=replace(run.train, global_batch_size=rows, compile=False),
+        train=replace(
+            run.train, global_batch_size=rows, batch_size_schedule=(), skip_steps=(), compile=False
+        ),
         recompute=run.recompute if "recompute" in sections else RecomputeConfig(),
         offload=run.offload if "offload" in sections else OffloadConfig(),
     )

@@ -16,6 +16,7 @@ from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dic
 from megalith.errors import ConfigError, did_you_mean
 from megalith.estimate.memory import memory_ledger, worst
 from megalith.estimate.workload import plan_workload
+from megalith.plan.batch_schedule import largest_batch_size
 from megalith.plan.costs import num_parameters
 from megalith.plan.grid import min_world_size
 from megalith.recipes import build_recipe, describe_recipe, recipes, resolve
@@ -109,7 +110,11 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
     ranks = min_world_size(p)
     rows = t.micro_batch_size * ranks // (p.tp * p.cp * p.pp)
     # the number of microbatches in flight is the same
-    short_step = replace(t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows))
+    short_step = replace(
+        t,
+        global_batch_size=min(largest_batch_size(t), 4 * p.pp * rows),
+        batch_size_schedule=(),
+    )
     memory = worst(memory_ledger(plan_workload(replace(run, train=short_step), ranks))).memory
     return {
         "name": name,

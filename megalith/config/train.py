@@ -52,6 +52,21 @@ class EMAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeConfig:
+    """Entry of the batch-size schedule: the global batch size from a position in the data on."""
+
+    size: Annotated[int, Ge(1)]
+    """Rows per step over all ranks."""
+
+    samples: Annotated[int | None, Ge(0)] = None
+    """Samples after which the steps have this size; a step has one size. Unset: `tokens`; 0 in the
+    first entry."""
+
+    tokens: Annotated[int | None, Ge(0)] = None
+    """The same in tokens, divided by `train.seq_len` and rounded down. Unset: `samples`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """Training loop: number of steps, batch sizes, losses, logging and evaluation."""
 
@@ -59,7 +74,16 @@ class LoopConfig:
     """Number of optimizer steps of the whole run."""
 
     global_batch_size: Annotated[int, Ge(1)]
-    """Rows per step over all ranks."""
+    """Rows per step over all ranks; with `batch_size_schedule`, its last size."""
+
+    batch_size_schedule: tuple[BatchSizeConfig, ...] = ()
+    """Batch-size schedule: the rows per step from a number of samples or tokens on, such as a
+    linear ramp-up, with increasing starts. A checkpoint is saved at each change if
+    `checkpoint.every` is set. Unset: every step has `global_batch_size` rows."""
+
+    skip_steps: tuple[int, ...] = ()
+    """Steps, counted from 1, whose samples are read without training on them. They change neither
+    the weights nor the schedules."""
 
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Rows per microbatch of one rank; a rank with more rows per step uses gradient

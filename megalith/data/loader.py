@@ -48,6 +48,7 @@ from megalith.plan.batch_assignment import (
     imbalance,
     sample_ids,
 )
+from megalith.plan.batch_schedule import BatchSizeSchedule, build_batch_schedule
 from megalith.plan.context import WHOLE, Slicing, plan_slices
 from megalith.plan.packing import (
     documents_from_eod,
@@ -195,7 +196,7 @@ def build_mask_settings(data: DataConfig, model: ModelConfig, eod: int | None) -
 class BatchSettings:
     """Settings of a run that determine how samples become batches."""
 
-    global_batch_size: int
+    batch_schedule: BatchSizeSchedule
     micro_batch_size: int
     masks: MaskSettings = field(default_factory=MaskSettings)
     sampler: Sampler = "sequential"
@@ -217,7 +218,7 @@ class BatchSettings:
     def of_run(cls, run: TrainRun, masks: MaskSettings) -> Self:
         """Return those of a run."""
         return cls(
-            global_batch_size=run.train.global_batch_size,
+            batch_schedule=build_batch_schedule(run.train),
             micro_batch_size=run.train.micro_batch_size,
             masks=masks,
             sampler=run.data.sampler,
@@ -292,7 +293,7 @@ class Loader:
             step, assignment = self._read_rows(), None
         else:
             step, assignment = self._read_packs(self.settings.budget)
-        self._position += self.settings.global_batch_size
+        self._position += self._batch_size
         counts = [
             (batch.num_tokens, batch.num_labels, *batch.num_mtp_labels)
             for batch in step.microbatches
@@ -314,6 +315,11 @@ class Loader:
         return _PrefetchedStep(
             step, count, extra_sums, assignment, [work for work in works if work is not None]
         )
+
+    @property
+    def _batch_size(self) -> int:
+        """Number of samples of the step that begins at the current position."""
+        return self.settings.batch_schedule.get_batch_size(self._position)
 
     def _read_rows(self) -> StepBatches:
         """Read this rank's rows of the next step."""
@@ -339,14 +345,12 @@ class Loader:
                 for batch, at in zip(batches, positions)
             ]
         size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
-        return replace(
-            stats, microbatches=batches, num_padded_tokens=self.settings.global_batch_size * size
-        )
+        return replace(stats, microbatches=batches, num_padded_tokens=self._batch_size * size)
 
     def _assign_rows(self, dataset: HasDocumentLengths) -> tuple[list[list[int]], StepBatches]:
         """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
         rows."""
-        dp, count = self.dp, self.settings.global_batch_size
+        dp, count = self.dp, self._batch_size
         lengths = [dataset.document_lengths(self._position + number) for number in range(count)]
         costs = [sum(map(self.settings.cost, row)) for row in lengths]
         assignment = assign_rows(
@@ -368,8 +372,7 @@ class Loader:
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
         lengths = [
-            sum(dataset.document_lengths(first + number))
-            for number in range(self.settings.global_batch_size)
+            sum(dataset.document_lengths(first + number)) for number in range(self._batch_size)
         ]
         assignment = budget.assign_batches(lengths, self.dp.size)
         mean_tokens = sum(lengths) / len(assignment.packs)
@@ -397,7 +400,7 @@ class Loader:
             return self._places(total=self.dataset.num_samples)
         return cyclic_sample_ids(
             consumed=self._position,
-            global_batch_size=self.settings.global_batch_size,
+            global_batch_size=self._batch_size,
             dp=self.dp.size,
             micro_batch_size=self.settings.micro_batch_size,
             dp_rank=self.dp.rank,
@@ -411,7 +414,7 @@ class Loader:
         order."""
         return sample_ids(
             consumed=self._position,
-            global_batch_size=self.settings.global_batch_size,
+            global_batch_size=self._batch_size,
             dp=self.dp.size,
             micro_batch_size=self.settings.micro_batch_size,
             dp_rank=self.dp.rank,

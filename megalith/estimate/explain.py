@@ -13,6 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 from megalith.estimate.memory import build_layer_setting, has_ema_on_device
 from megalith.estimate.workload import Workload
+from megalith.plan.batch_schedule import largest_batch_size
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.frozen import (
     trained,
@@ -524,7 +525,7 @@ def rhythm(workload: Workload) -> StepSummary:
         rows_per_microbatch=len(workload.lengths),
         tokens_per_microbatch=workload.tokens,
         microbatches=workload.num_microbatches,
-        tokens_per_step=t.global_batch_size * t.seq_len,
+        tokens_per_step=largest_batch_size(t) * t.seq_len,
         tokens_in_flight=most * workload.tokens,
         schedule=schedule.name,
         bubble=float(bubble),

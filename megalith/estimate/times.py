@@ -23,6 +23,7 @@ from megalith.estimate.memory import (
     sharded_rows,
 )
 from megalith.estimate.workload import Workload
+from megalith.plan.batch_schedule import largest_batch_size
 from megalith.plan.context import layer_context_kind
 from megalith.plan.costs import (
     attention_flops,
@@ -658,12 +659,13 @@ class CommunicationTime:
 
 
 def rank_flops(workload: Workload) -> float:
-    """Return the model FLOPs of one rank in a step, averaged over stages, without recomputation."""
+    """Return the model FLOPs of one rank in a step of the largest batch size, averaged over stages,
+    without recomputation."""
     run, t = workload.run, workload.run.train
     row = trained_step_flops(
         run.model, run.lora, run.optim, tokens=t.seq_len, squared_lengths=t.seq_len**2
     )
-    return t.global_batch_size * row / workload.world
+    return largest_batch_size(t) * row / workload.world
 
 
 def work_seconds(workload: Workload, device: Device) -> float | None:

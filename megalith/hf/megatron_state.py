@@ -21,6 +21,7 @@ from megalith.optim.schedule import (
     schedule_lengths,
     weight_decay,
 )
+from megalith.plan.batch_schedule import build_batch_schedule
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of QKV rows: per KV group its query heads, key and value."""
@@ -169,6 +170,12 @@ def describe_optimizer_problems(run: TrainRun) -> list[str]:
         problems.append(
             f"schedule.plugin={run.schedule.plugin}: Megatron has no such schedule. {advice}"
         )
+    if run.train.batch_size_schedule:
+        sizes = [entry.size for entry in run.train.batch_size_schedule]
+        problems.append(
+            f"train.batch_size_schedule with sizes {sizes}: it is not converted to Megatron's "
+            f"--rampup-batch-size, without which the schedules differ. {advice}"
+        )
     if not run.optim.trains_all():
         problems.append(
             f"optim.trained={list(run.optim.trained)} with optim.frozen={list(run.optim.frozen)}: "
@@ -179,7 +186,7 @@ def describe_optimizer_problems(run: TrainRun) -> list[str]:
 
 def _schedule_lengths(run: TrainRun) -> ScheduleLengths:
     return schedule_lengths(
-        run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
+        run.schedule, batch_schedule=build_batch_schedule(run.train), total_steps=run.train.steps
     )
 
 

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from megalith.config.data import parse_blend, parse_split
 from megalith.config.fields import Plain
 from megalith.config.train import is_suite_name
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, PlanError
 from megalith.megatron.parse import Draft
+from megalith.plan.batch_schedule import (
+    BatchSizeSchedule,
+    constant_batch_size,
+    parse_step_schedule,
+    plan_linear_rampup,
+)
 
 _MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
 _ITERS, _SAMPLES = "--train-iters", "--train-samples"
 _GLOBAL_SETTING = "train.global_batch_size"
+_RAMPUP, _STEP_SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
+_SKIPPED = "--iterations-to-skip"
+_SCHEDULE_SETTING = "train.batch_size_schedule"
 
 
 def translate_steps(draft: Draft, dp: int | None) -> None:
@@ -20,8 +29,9 @@ def translate_steps(draft: Draft, dp: int | None) -> None:
     draft.need(_MICRO, "the rows of a microbatch")
     for flag in ("--seq-length", _MICRO, "--log-interval", "--exit-duration-in-mins", "--seed"):
         draft.copy(flag)
-    _translate_global_batch(draft, dp)
+    _translate_batch_sizes(draft, dp)
     _translate_length(draft)
+    _translate_skipped_steps(draft)
     _translate_evaluation(draft)
 
 
@@ -29,6 +39,98 @@ def _read_count(draft: Draft, setting: str) -> int:
     """Return a setting that is a positive number; 1 if it is not, which is already a problem."""
     count = draft.settings.get(setting)
     return count if isinstance(count, int) and count > 0 else 1
+
+
+def _translate_batch_sizes(draft: Draft, dp: int | None) -> None:
+    """Translate the global batch size, or the schedule of global batch sizes."""
+    if draft.arguments.given(_STEP_SCHEDULE):
+        _translate_step_schedule(draft)
+        return
+    _translate_global_batch(draft, dp)
+    words = draft.arguments.value(_RAMPUP)
+    if not words or not draft.sure(_GLOBAL_SETTING):
+        return
+    if len(words) != 3 or not all(word.isdecimal() for word in words):
+        draft.problems.append(
+            f"{draft.arguments.typed(_RAMPUP)}: expected three whole numbers, the first size, the "
+            f"increment and the samples. Use for example {_RAMPUP} 32 32 1000000."
+        )
+        return
+    start, increment, num_samples = map(int, words)
+    try:
+        schedule = plan_linear_rampup(
+            start=start,
+            increment=increment,
+            num_samples=num_samples,
+            size=_read_count(draft, _GLOBAL_SETTING),
+        )
+    except PlanError as error:
+        draft.problems.append(str(error))
+        return
+    _put_schedule(draft, _RAMPUP, schedule, of=(_GLOBAL_SETTING,))
+
+
+def _translate_step_schedule(draft: Draft) -> None:
+    """Translate a step schedule, whose last size is the global batch size."""
+    for flag in (_GLOBAL, _RAMPUP):
+        if draft.arguments.given(flag):
+            draft.problems.append(
+                f"{_STEP_SCHEDULE} and {draft.arguments.typed(flag)}: expected one of them. Remove "
+                f"{flag}: the last size of the schedule is the global batch size."
+            )
+    try:
+        schedule = parse_step_schedule(
+            " ".join(draft.arguments.value(_STEP_SCHEDULE) or ()),
+            seq_len=_read_count(draft, "train.seq_len"),
+        )
+    except PlanError as error:
+        draft.problems.append(str(error))
+        return
+    text = "the last size of the schedule"
+    draft.put(_STEP_SCHEDULE, _GLOBAL_SETTING, schedule.sizes[-1], text, of=("train.seq_len",))
+    _put_schedule(draft, _STEP_SCHEDULE, schedule, of=("train.seq_len",))
+
+
+def _put_schedule(
+    draft: Draft, flag: str, schedule: BatchSizeSchedule, *, of: tuple[str, ...]
+) -> None:
+    """Set the batch-size schedule; a single size is no schedule."""
+    if schedule.is_constant:
+        draft.report("already", flag, f"every step has {schedule.sizes[0]} samples")
+        return
+    entries: list[Plain] = [
+        {"samples": start, "size": size}
+        for start, size in zip(schedule.starts, schedule.sizes, strict=True)
+    ]
+    draft.put(flag, _SCHEDULE_SETTING, entries, of=of)
+
+
+def _read_schedule(draft: Draft) -> BatchSizeSchedule:
+    """Return the batch-size schedule of the settings."""
+    entries = draft.settings.get(_SCHEDULE_SETTING)
+    if not entries:
+        return constant_batch_size(_read_count(draft, _GLOBAL_SETTING))
+    return BatchSizeSchedule(
+        tuple(entry["samples"] for entry in entries), tuple(entry["size"] for entry in entries)
+    )
+
+
+def _translate_skipped_steps(draft: Draft) -> None:
+    words = draft.arguments.value(_SKIPPED)
+    if not words:
+        return
+    if not all(word.isdecimal() for word in words):
+        draft.problems.append(
+            f"{draft.arguments.typed(_SKIPPED)}: expected numbers of iterations. Use for example "
+            f"{_SKIPPED} 100 101."
+        )
+        return
+    steps = sorted({int(word) + 1 for word in words})
+    last = draft.settings.get("train.steps")
+    if isinstance(last, int):  # Megatron never reaches the others
+        steps = [step for step in steps if step <= last]
+    text = "Megatron numbers a step by the iterations before it"
+    draft.put(_SKIPPED, "train.skip_steps", steps, text)
 
 
 def _translate_global_batch(draft: Draft, dp: int | None) -> None:
@@ -56,10 +158,13 @@ def _translate_length(draft: Draft) -> None:
     if steps is not None:
         draft.copy(_ITERS)
     elif samples is not None:
-        size = _read_count(draft, _GLOBAL_SETTING)
-        text = f"/ {size} per step"
-        draft.put(_SAMPLES, "train.steps", samples // size, text, of=(_GLOBAL_SETTING,))
-        if samples % size and draft.sure(_GLOBAL_SETTING):
+        schedule = _read_schedule(draft)
+        num_steps = schedule.count_steps(samples)
+        text = f"/ {schedule.sizes[0]} per step"
+        if not schedule.is_constant:
+            text = f"steps of the sizes in {_SCHEDULE_SETTING}"
+        draft.put(_SAMPLES, "train.steps", num_steps, text, of=(_GLOBAL_SETTING,))
+        if samples != schedule.count_samples(num_steps) and draft.sure(_GLOBAL_SETTING):
             text = "keeps the sample order of Megatron"
             draft.put(_SAMPLES, "data.num_train_samples", samples, text)
 
@@ -517,7 +622,19 @@ def _read_steps(draft: Draft, name: str) -> tuple[str, float] | None:
         flag = f"{name}-{unit}"
         value = draft.arguments.value(flag)
         if draft.arguments.given(flag) and value is not None:
-            return flag, value if unit == "iters" else value / _read_count(draft, _GLOBAL_SETTING)
+            if unit == "iters":
+                return flag, value
+            schedule = _read_schedule(draft)
+            if schedule.is_constant:
+                return flag, value / schedule.sizes[0]
+            if name != _WSD_DECAY:
+                return flag, schedule.convert_to_steps(value)
+            decay = draft.arguments.value(f"{_DECAY}-samples") or draft.arguments.value(_SAMPLES)
+            if decay is None or value > decay:
+                return flag, schedule.convert_to_steps(value)
+            # the last `value` samples of the decay
+            steps = schedule.convert_to_steps(decay) - schedule.convert_to_steps(decay - value)
+            return flag, steps
     return None
 
 

@@ -19,6 +19,7 @@ from megalith.config.optim import (
     WsdDecayStyle,
 )
 from megalith.config.plugins import load_plugin
+from megalith.plan.batch_schedule import BatchSizeSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,18 @@ class ScheduleLengths:
 
 
 def schedule_lengths(
-    schedule: ScheduleConfig, *, global_batch_size: int, total_steps: int
+    schedule: ScheduleConfig, *, batch_schedule: BatchSizeSchedule, total_steps: int
 ) -> ScheduleLengths:
-    """Return the lengths of a schedule in samples, from its lengths in steps of `global_batch_size`
-    samples."""
+    """Return the lengths of a schedule in samples: the sums of the batch sizes of its steps, so
+    that the learning rate has the same values after a warmup of N steps with any batch sizes."""
+    decay_steps = _decay_steps(schedule, total_steps)
+    decay = batch_schedule.count_samples(decay_steps)
+    fall_begins = max(0, decay_steps - (schedule.wsd_decay_steps or 0))
     return ScheduleLengths(
-        warmup=count_warmup_steps(schedule, total_steps) * global_batch_size,
-        decay=_decay_steps(schedule, total_steps) * global_batch_size,
-        wsd_decay=(schedule.wsd_decay_steps or 0) * global_batch_size,
-        total=total_steps * global_batch_size,
+        warmup=batch_schedule.count_samples(count_warmup_steps(schedule, total_steps)),
+        decay=decay,
+        wsd_decay=decay - batch_schedule.count_samples(fall_begins),
+        total=batch_schedule.count_samples(total_steps),
     )
 
 

@@ -20,6 +20,7 @@ from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.config.train import LoopConfig
 from megalith.errors import DataError, PlanError
+from megalith.plan.batch_schedule import largest_batch_size
 from megalith.plan.costs import step_flops
 from megalith.plan.grid import divisors
 from megalith.plan.layers.base import num_attended_pairs
@@ -288,13 +289,14 @@ def document_multiple(parallel: ParallelConfig) -> int:
 
 
 def count_microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int) -> int:
-    """Return the microbatches per step and rank; with token budgets, for documents of the maximum
-    length."""
+    """Return the microbatches per step and rank, of the largest batch size; with token budgets, for
+    documents of the maximum length."""
+    size = largest_batch_size(train)
     if train.tokens_per_microbatch is None:
-        return train.global_batch_size // (train.micro_batch_size * dp)
+        return size // (train.micro_batch_size * dp)
     length = train.seq_len + -train.seq_len % document_multiple(parallel)
     documents_per_pack = max(train.tokens_per_microbatch * parallel.cp // length, 1)
-    packs = -(-train.global_batch_size // documents_per_pack)
+    packs = -(-size // documents_per_pack)
     return smallest_valid_num_microbatches(parallel.pipeline, parallel.pp, -(-packs // dp))
 
 
@@ -383,11 +385,17 @@ Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
 """(length, epoch) -> the numbers 0 to length - 1, shuffled; deterministic."""
 
 
-def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) -> list[str]:
-    """Return an error text if the global batch cannot be split over dp ranks in whole
-    microbatches."""
+def batch_problems(
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    dp: int,
+    setting: str = "train.global_batch_size",
+) -> list[str]:
+    """Return an error text if the global batch, of this `setting`, cannot be split over dp ranks in
+    whole microbatches."""
     sizes = {
-        "train.global_batch_size": global_batch_size,
+        setting: global_batch_size,
         "train.micro_batch_size": micro_batch_size,
         "parallel.dp": dp,
     }
@@ -400,8 +408,8 @@ def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) ->
     below = global_batch_size // group * group
     valid = f"{below} or {below + group}" if below else f"{group}"
     problem = (
-        f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size "
-        f"· dp = {micro_batch_size}·{dp} = {group}. Set train.global_batch_size to {valid}"
+        f"{setting}={global_batch_size} is not a multiple of train.micro_batch_size "
+        f"· dp = {micro_batch_size}·{dp} = {group}. Set {setting} to {valid}"
     )
     if global_batch_size % dp:
         return [f"{problem}."]

@@ -274,13 +274,14 @@ def schedule_problems(
     pp: int,
     num_microbatches: int,
     rows: int | None = None,
+    setting: str = "train.global_batch_size",
     forward_only: bool = False,
 ) -> list[str]:
     """Return an error text for each reason why the schedule does not support these counts.
 
     rows: samples of one microbatch over all data-parallel ranks (train.micro_batch_size · dp), for
-    advice in terms of train.global_batch_size; unset: advice in microbatches. forward_only:
-    evaluation, with any number of microbatches.
+    advice in terms of `setting`, the global batch size; unset: advice in microbatches.
+    forward_only: evaluation, with any number of microbatches.
     """
     name, vpp, group = schedule_name(pipeline), pipeline.vpp, pipeline.group
     counts = {
@@ -303,7 +304,7 @@ def schedule_problems(
             "parallel.pipeline.schedule=interleaved."
         )
     if name == "interleaved" and not forward_only:
-        problems += _group_problems(pp, group, num_microbatches, rows)
+        problems += _group_problems(pp, group, num_microbatches, _BatchUnit(rows, setting))
     return problems
 
 
@@ -327,7 +328,7 @@ def _chunk_problems(name: ScheduleName, vpp: int) -> list[str]:
 
 
 def _group_problems(
-    pp: int, group: int | None, num_microbatches: int, rows: int | None
+    pp: int, group: int | None, num_microbatches: int, unit: "_BatchUnit"
 ) -> list[str]:
     """Check that each group fills the pipeline: pp <= group <= microbatches, for the last group
     too."""
@@ -336,7 +337,7 @@ def _group_problems(
             f"{num_microbatches} microbatches per step are fewer than parallel.pp={pp}: in "
             "schedule interleaved a "
             "microbatch would be needed in the next chunk before it has passed the pipeline. "
-            f"{_batch_advice([pp], rows)}, or parallel.pipeline.vpp=1."
+            f"{unit.advise([pp])}, or parallel.pipeline.vpp=1."
         ]
     size = group or pp
     if not pp <= size <= num_microbatches:
@@ -356,7 +357,7 @@ def _group_problems(
         f"{num_microbatches} microbatches per step leave a last group of {last_group} with "
         f"{field}={size}, fewer than "
         f"parallel.pp={pp}. "
-        f"{_batch_advice([full_groups, full_groups + pp], rows)}"
+        f"{unit.advise([full_groups, full_groups + pp])}"
         f"{_other_groups(pp, num_microbatches)}."
     ]
 
@@ -367,11 +368,19 @@ def _other_groups(pp: int, num_microbatches: int) -> str:
     return f", or parallel.pipeline.group to one of {fits[:6]}"
 
 
-def _batch_advice(counts: Sequence[int], rows: int | None) -> str:
-    if rows is None:
-        return f"Use {' or '.join(map(str, counts))} microbatches"
-    sizes = " or ".join(str(count * rows) for count in counts)
-    return f"Set train.global_batch_size to {sizes}"
+class _BatchUnit(NamedTuple):
+    """The setting in terms of which a number of microbatches is advised."""
+
+    rows: int | None
+    """Samples of one microbatch over all data-parallel ranks; None: advice in microbatches."""
+
+    setting: str
+
+    def advise(self, counts: Sequence[int]) -> str:
+        """Return the advice to use one of these numbers of microbatches."""
+        if self.rows is None:
+            return f"Use {' or '.join(map(str, counts))} microbatches"
+        return f"Set {self.setting} to {' or '.join(str(count * self.rows) for count in counts)}"
 
 
 def _interleaved(

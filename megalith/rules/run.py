@@ -19,6 +19,11 @@ from megalith.config.train import CALLBACK_GROUP, TrainRun, ema_problems, suite_
 from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batch_assignment import batch_problems, budget_problems
+from megalith.plan.batch_schedule import (
+    batch_schedule_problems,
+    build_batch_schedule,
+    list_batch_sizes,
+)
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems, divisors
@@ -85,6 +90,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     p, t = run.parallel, run.train
     counts = count_problems(run)
     problems = counts + range_problems(run, kinds=(float,)) + plugin_problems(run)
+    problems += batch_schedule_problems(t) + skip_problems(run)
     if not counts:
         packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
@@ -96,11 +102,13 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             if not packed:
-                problems += batch_problems(
-                    global_batch_size=t.global_batch_size,
-                    micro_batch_size=t.micro_batch_size,
-                    dp=dp,
-                )
+                for setting, size in list_batch_sizes(t):
+                    problems += batch_problems(
+                        global_batch_size=size,
+                        micro_batch_size=t.micro_batch_size,
+                        dp=dp,
+                        setting=setting,
+                    )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += fully_sharded_problems(p, run.offload) + _relation_problems(run)
         problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(
@@ -138,6 +146,24 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     )
 
 
+def skip_problems(run: TrainRun) -> list[str]:
+    """Return the messages of train.skip_steps: each is a step of the run, and not all are."""
+    steps, skipped = run.train.steps, set(run.train.skip_steps)
+    outside = sorted(step for step in skipped if not 1 <= step <= steps)
+    if outside:
+        return [
+            f"train.skip_steps={list(run.train.skip_steps)}: {', '.join(map(str, outside[:5]))} "
+            f"{'is no step' if len(outside) == 1 else 'are no steps'} of the run. Use numbers from "
+            f"1 to train.steps={steps}."
+        ]
+    if len(skipped) >= max(steps, 1):
+        return [
+            f"train.skip_steps names all {steps} steps of the run, so nothing would be trained. "
+            "Leave at least one of them out."
+        ]
+    return []
+
+
 def dump_problems(run: TrainRun) -> list[str]:
     """Return the messages of patterns of observe.dump.only that match no parameter."""
     if not run.observe.dump.only:
@@ -163,11 +189,15 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
         return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
     rows = t.micro_batch_size * dp
-    if t.global_batch_size % rows == 0:  # else another rule fails
-        problems += pipeline_schedule_problems(
-            p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows
-        )
-    return problems
+    for setting, size in list_batch_sizes(t):
+        if size % rows:
+            continue  # another rule fails
+        for text in pipeline_schedule_problems(
+            p.pipeline, pp=p.pp, num_microbatches=size // rows, rows=rows, setting=setting
+        ):
+            is_scheduled = bool(t.batch_size_schedule) and f"{setting} to" in text
+            problems.append(f"{setting}={size}: {text}" if is_scheduled else text)
+    return list(dict.fromkeys(problems))
 
 
 def smallest_stage(run: TrainRun) -> int:
@@ -476,13 +506,21 @@ def check_sft_tokenizer(run: TrainRun, world: int) -> str | None:
 
 def check_num_samples(run: TrainRun, world: int) -> str | None:
     """The order of all samples of a run, built before its first step, fits into memory."""
-    steps, rows = run.train.steps, run.train.global_batch_size
-    if steps * rows <= MOST_SAMPLES:
+    if batch_schedule_problems(run.train):
         return None
+    steps, schedule = run.train.steps, build_batch_schedule(run.train)
+    total = schedule.count_samples(steps)
+    if total <= MOST_SAMPLES:
+        return None
+    product = (
+        f"train.steps={steps} of the sizes of train.batch_size_schedule"
+        if run.train.batch_size_schedule
+        else f"train.steps={steps} * train.global_batch_size={run.train.global_batch_size}"
+    )
     return (
-        f"train.steps={steps} * train.global_batch_size={rows} = {steps * rows} samples is more "
+        f"{product} = {total} samples is more "
         f"than {MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each or "
-        f"more. Set train.steps to {max(MOST_SAMPLES // rows, 1)} or less."
+        f"more. Set train.steps to {max(schedule.count_steps(MOST_SAMPLES), 1)} or less."
     )
 
 

@@ -15,6 +15,7 @@ from megalith.observe.flight import axes_name
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.inject import SlowLink, slow_link
 from megalith.train.step import Trainer, train_step
@@ -111,7 +112,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     splits = build_datasets(
         data,
         SampleSettings.of_run(run, eod=eod),
-        train_samples=steps * train.global_batch_size,
+        train_samples=build_batch_schedule(train).count_samples(steps),
     )
     assert splits.train is not None
     return Loader(

@@ -20,6 +20,7 @@ from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import (
     Callback,
@@ -159,8 +160,9 @@ class TrainLoop:
     ) -> None:
         self.prepared, self.progress = prepared, progress
         run = prepared.run
+        self.batch_schedule = build_batch_schedule(run.train)
         self.lengths = schedule_lengths(
-            run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
+            run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
         )
         self.fault_detector = FaultDetector()
         self.stop_requests = StopRequests(job_end_time)
@@ -194,6 +196,7 @@ class TrainLoop:
             ]
         )
         self.callbacks.save_counts = self.checkpointer.count_saves
+        self._skipped_steps = frozenset(run.train.skip_steps)
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
         self.view = RunView(prepared, progress.print_line, self.callbacks.request)
@@ -226,8 +229,12 @@ class TrainLoop:
         state, num_steps = self.prepared.state, self.prepared.run.train.steps
         outcome = Outcome("done", num_steps)
         loader = self.prepared.build_loader()
+        finished: FinishedStep | None = None
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
+            if state.step + 1 in self._skipped_steps:
+                self._skip_step(loader)
+                continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
             if StepRequest.STOP_NOW in finished.result.requests:
@@ -254,7 +261,7 @@ class TrainLoop:
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
-        if outcome.kind == "done":
+        if outcome.kind == "done" and finished is not None:
             self.fault_detector.check_last_step(finished.result)
         self._save(final=True)
         if self.checkpointer.saved_step == state.step:
@@ -281,13 +288,23 @@ class TrainLoop:
             groups=groups,
         )
         seconds = time.perf_counter() - started
+        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
         if not result.is_discarded:
-            state.count_step(
-                samples=run.train.global_batch_size,
-                tokens=batches.num_tokens,
-                updated=result.updated,
-            )
-        return FinishedStep(state.step, batches, lr, groups, result, seconds)
+            state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
+        return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)
+
+    def _skip_step(self, loader: Loader) -> None:
+        """Read the next step's samples without training on them (train.skip_steps)."""
+        state = self.prepared.state
+        batches = loader.next()
+        state.skip_step(
+            samples=self.batch_schedule.get_batch_size(state.consumed_samples),
+            tokens=batches.num_tokens,
+        )
+        self.progress.print_line(
+            f"step {state.step}: skipped, because train.skip_steps names it; the data continues at "
+            f"sample {state.consumed_samples}"
+        )
 
     def _roll_back(self) -> Loader:
         """Restore the newest checkpoint, and return the loader of the samples that follow.

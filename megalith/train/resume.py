@@ -57,6 +57,7 @@ from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.storage import StoragePath
 from megalith.train.run_folder import (
@@ -97,11 +98,18 @@ class TrainState:
     """Number of tokens read."""
 
     skipped: int = 0
-    """Number of steps without an update, because a gradient was not finite or there were no
-    labels."""
+    """Number of steps without an update, because a gradient was not finite, there were no labels,
+    or train.skip_steps names the step."""
 
     skipped_in_a_row: int = 0
     """Number of skipped steps since the last update."""
+
+    def skip_step(self, *, samples: int, tokens: int) -> None:
+        """Count a step whose samples were read and not trained on."""
+        self.step += 1
+        self.consumed_samples += samples
+        self.tokens += tokens
+        self.skipped += 1
 
     def count_step(self, *, samples: int, tokens: int, updated: bool) -> None:
         """Count a finished step."""
@@ -226,19 +234,26 @@ def describe_checkpoint_source(
 
     If the global batch size has changed, also describe where the schedule will end.
     """
+    batch_schedule = build_batch_schedule(run.train)
     lengths = schedule_lengths(
-        run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
+        run.schedule, batch_schedule=batch_schedule, total_steps=run.train.steps
     )
     rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
     optimizer = "with a new optimizer state" if fresh else "with its optimizer state"
-    rows = run.train.global_batch_size
-    last = state.scheduled_samples + (run.train.steps - state.step) * rows
+    last = state.scheduled_samples + batch_schedule.count_samples(
+        run.train.steps - state.step, consumed=state.consumed_samples
+    )
+    changed = (
+        "train.batch_size_schedule"
+        if run.train.batch_size_schedule
+        else f"train.global_batch_size={run.train.global_batch_size}"
+    )
     schedule_end = (
         ""
-        if state.consumed_samples == state.step * rows
+        if state.consumed_samples == batch_schedule.count_samples(state.step)
         else (
-            f"; with the changed train.global_batch_size={rows}, train.steps={run.train.steps} "
-            f"ends at sample {last} of the schedule's {run.train.steps * rows}"
+            f"; with the changed {changed}, train.steps={run.train.steps} "
+            f"ends at sample {last} of the schedule's {lengths.total}"
         )
     )
     return (
@@ -430,7 +445,7 @@ class PreparedRun:
             DataError: there are too few samples for the remaining steps.
         """
         step = self.state.step + 1
-        consumed = self.state.consumed_samples + self.run.train.global_batch_size
+        consumed = self.state.consumed_samples + self._count_samples(1)
         recent = [each for each in self.rollbacks if step - each < ROLLBACK_WINDOW]
         if len(recent) >= MAX_ROLLBACKS:
             raise CallbackError(
@@ -727,7 +742,12 @@ class PreparedRun:
     def _num_samples_needed(self) -> int:
         """Return the number of samples that are consumed after the last step."""
         left = max(0, self.run.train.steps - self.state.step)
-        return self.state.consumed_samples + left * self.run.train.global_batch_size
+        return self.state.consumed_samples + self._count_samples(left)
+
+    def _count_samples(self, num_steps: int) -> int:
+        """Return the number of samples that the next steps read."""
+        schedule = build_batch_schedule(self.run.train)
+        return schedule.count_samples(num_steps, consumed=self.state.consumed_samples)
 
     def _extend_data(self, data: RunData) -> RunData:
         """Return the data, with more epochs if the remaining steps need more samples.
@@ -735,7 +755,7 @@ class PreparedRun:
         Raises:
             DataError: there are too few samples, and they are not repeated.
         """
-        splits, orders, rows = data.splits, data.orders, self.run.train.global_batch_size
+        splits, orders = data.splits, data.orders
         assert splits.train is not None
         needed = self._num_samples_needed()
         num_available = splits.train.num_samples
@@ -747,8 +767,9 @@ class PreparedRun:
             raise DataError(
                 f"train.steps={self.run.train.steps} reads {needed} samples, and without "
                 f"mixture weights data.path provides each of its {num_unique} samples only once. "
-                f"Set train.steps to at most {num_unique // rows}: with weights the samples would "
-                "be in another order."
+                "Set train.steps to at most "
+                f"{build_batch_schedule(self.run.train).count_steps(num_unique)}: with weights the "
+                "samples would be in another order."
             )
         if longer.splits.train.fingerprint != splits.train.fingerprint:
             self.print_line(

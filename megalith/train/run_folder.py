@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalith import storage
+from megalith.checkpoint.load import find_latest, open_checkpoint
 from megalith.config.data import (
     BUILT_IN_TEMPLATES,
     MERGES,
@@ -22,15 +23,19 @@ from megalith.data.tokenizer import main_file
 from megalith.data.tokenizer_formats import MODEL
 from megalith.errors import ConfigError, DataError
 from megalith.hf.folder import TOKENIZER_FILES, list_auxiliary_files
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.param_groups import parameter_rows
 from megalith.storage import StoragePath
+
+BATCH_SIZES = "train.global_batch_size", "train.batch_size_schedule"
+"""Settings that determine the batch size of each step."""
 
 FIXED = (
     "model.",
     "tokenizer.",
     "data.",
     "train.seq_len",
-    "train.global_batch_size",
+    *BATCH_SIZES,
     "seed",
     "lora",
     "optim.trained",
@@ -137,8 +142,11 @@ def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
         (field, old, new) for field, old, new in differences(before, run) if field not in ignored
     ]
     lines = {field: f"{field}: {old} before, {new} now" for field, old, new in changed}
+    allowed = (*FREE_DATA, *(BATCH_SIZES if _keeps_read_batches(folder, before, run) else ()))
     fixed = [
-        line for field, line in lines.items() if field.startswith(FIXED) and field not in FREE_DATA
+        line
+        for field, line in lines.items()
+        if field.startswith(FIXED) and not field.startswith(allowed)
     ]
     if fixed:
         listed = "\n".join(f"  {line}" for line in fixed)
@@ -146,9 +154,38 @@ def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
             f"{folder.path} holds a run with other settings, which determine its weights and the "
             "order of its data:\n"
             f"{listed}\n"
+            f"{_advise_batch_size(fixed, folder)}"
             "Use the settings it was started with, or choose another folder with --run NAME."
         )
     return list(lines.values())
+
+
+def _keeps_read_batches(folder: RunFolder, before: TrainRun, run: TrainRun) -> bool:
+    """Return whether the batch sizes differ only after the samples that the folder's run has
+    read."""
+    schedules = [build_batch_schedule(each.train) for each in (before, run)]
+    first = schedules[0].find_difference(schedules[1])
+    return first is None or 0 < _count_consumed_samples(folder) <= first
+
+
+def _count_consumed_samples(folder: RunFolder) -> int:
+    """Return the samples that were read before the newest checkpoint; 0 without one."""
+    path = find_latest(folder.checkpoints)
+    if path is None:
+        return 0
+    return int(open_checkpoint(path).state.get("train", {}).get("consumed_samples", 0))
+
+
+def _advise_batch_size(fixed: list[str], folder: RunFolder) -> str:
+    """Return how the batch size of a run may change, if it is one of the lines about settings that
+    cannot."""
+    if not any(line.startswith(BATCH_SIZES) for line in fixed):
+        return ""
+    return (
+        f"The batch size can change after sample {_count_consumed_samples(folder)}, up to which "
+        "the data has been read: add an entry to train.batch_size_schedule with at least as many "
+        "samples.\n"
+    )
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.batch_assignment import build_token_budget
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.grid import model_grid
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
@@ -145,6 +146,7 @@ def resharded_run(run: TrainRun, world: int) -> TrainRun | None:
             train=replace(
                 run.train,
                 global_batch_size=12 * world,
+                batch_size_schedule=(),
                 micro_batch_size=1,
                 tokens_per_microbatch=None,
                 loss_backward="kept",
@@ -870,7 +872,7 @@ def _still(trainer: Trainer) -> Gathered:
 def _group_rates(run: TrainRun) -> dict[str, GroupRates]:
     """Return the rates of parameter groups, which are constant in a case."""
     lengths = schedule_lengths(
-        run.schedule, global_batch_size=run.train.global_batch_size, total_steps=STEPS
+        run.schedule, batch_schedule=build_batch_schedule(run.train), total_steps=STEPS
     )
     return group_rates(run.optim.groups, replace(run.schedule, weight_decay=DECAY), 0, lengths)
 

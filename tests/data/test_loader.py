@@ -26,6 +26,7 @@ from megalith.errors import DataError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.batch_assignment import DocumentCost, TokenBudget
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.context import Slicing
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
@@ -53,7 +54,7 @@ class Counting:
 def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -> Loader:
     return Loader(
         Counting(),
-        BatchSettings(global_batch_size=8, micro_batch_size=micro),
+        BatchSettings(batch_schedule=constant_batch_size(8), micro_batch_size=micro),
         group,
         consumed=consumed,
         steps=steps,
@@ -81,7 +82,9 @@ def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
     dataset.num_samples = 22
     endless = Loader(
         dataset,
-        BatchSettings(global_batch_size=8, micro_batch_size=2, sampler=sampler, masks=PLAIN),
+        BatchSettings(
+            batch_schedule=constant_batch_size(8), micro_batch_size=2, sampler=sampler, masks=PLAIN
+        ),
         dp,
         consumed=0,
         steps=5,
@@ -223,7 +226,7 @@ def test_context_parallel_ranks_slice_multimodal_position_ids(
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
     step = Loader(
         Counting(),
-        BatchSettings(global_batch_size=8, micro_batch_size=2, num_mtp_layers=2),
+        BatchSettings(batch_schedule=constant_batch_size(8), micro_batch_size=2, num_mtp_layers=2),
         single_rank_group("dp"),
         consumed=0,
         steps=1,
@@ -329,7 +332,12 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
     dp = build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
     dropping = Loader(
         Counting(),
-        BatchSettings(global_batch_size=8, micro_batch_size=micro, dropout_seed=3, masks=PLAIN),
+        BatchSettings(
+            batch_schedule=constant_batch_size(8),
+            micro_batch_size=micro,
+            dropout_seed=3,
+            masks=PLAIN,
+        ),
         dp,
         consumed=8,
         steps=2,
@@ -386,7 +394,9 @@ def ragged(
     dataset = RaggedDocuments(30, 61, 40)
     return Loader(
         dataset,
-        BatchSettings(global_batch_size=10, micro_batch_size=1, budget=budget, **others),
+        BatchSettings(
+            batch_schedule=constant_batch_size(10), micro_batch_size=1, budget=budget, **others
+        ),
         group,
         consumed=consumed,
         steps=steps,
@@ -472,7 +482,7 @@ def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
             step = Loader(
                 Talks(),
                 BatchSettings(
-                    global_batch_size=8,
+                    batch_schedule=constant_batch_size(8),
                     micro_batch_size=1,
                     cost=DocumentCost(0, 1),
                     balanced=balanced,

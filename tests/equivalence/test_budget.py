@@ -28,6 +28,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.batch_assignment import BatchAssignment, TokenBudget, build_token_budget
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.rules.run import check_run
 from megalith.testing.inject import patched
@@ -118,7 +119,7 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
     return Loader(
         documents(run),
         BatchSettings(
-            global_batch_size=run.train.global_batch_size,
+            batch_schedule=constant_batch_size(run.train.global_batch_size),
             micro_batch_size=1,
             budget=build_token_budget(run.train, run.parallel, run.model),
         ),

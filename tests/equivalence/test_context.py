@@ -16,6 +16,7 @@ from megalith.parallel import context
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
@@ -58,7 +59,7 @@ def _exposed(
     )
     loader = Loader(
         RaggedRows(run.train.seq_len, run.model.vocab_size, 12 * count, masked=(0, 1, 2)),
-        BatchSettings(global_batch_size=12, micro_batch_size=12),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=12),
         trainer.mesh.dp,
         consumed=0,
         steps=count,

@@ -35,6 +35,7 @@ from megalith.kernels.grouped_linear import (
 from megalith.parallel import data
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
@@ -530,7 +531,7 @@ def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     loader = Loader(
         Skewed(),
-        BatchSettings(global_batch_size=12, micro_batch_size=12),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=12),
         trainer.mesh.dp,
         consumed=0,
         steps=200,

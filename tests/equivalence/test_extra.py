@@ -22,6 +22,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.batch_assignment import DocumentCost, TokenBudget
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.context import Slicing
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
@@ -254,7 +255,7 @@ def test_extra_tensors_of_rows_are_sliced_and_assigned_like_labels(balanced: boo
                 step = Loader(
                     Numbered(),
                     BatchSettings(
-                        global_batch_size=8,
+                        batch_schedule=constant_batch_size(8),
                         micro_batch_size=2,
                         cost=DocumentCost(0, 1),
                         balanced=balanced,

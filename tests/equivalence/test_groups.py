@@ -15,6 +15,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.testing.inject import patched
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
@@ -73,7 +74,7 @@ def test_three_steps_match_torch_with_manual_parameter_groups(kind: Any) -> None
         seen.append([gradient.clone() for gradient in gradients])
         step(gradients, **settings)
 
-    lengths = schedule_lengths(SCHEDULE, global_batch_size=12, total_steps=4)
+    lengths = schedule_lengths(SCHEDULE, batch_schedule=constant_batch_size(12), total_steps=4)
     with patched(trainer.optimizer, "step", noted):
         for number in range(3):
             samples = 12 * (number + 1)

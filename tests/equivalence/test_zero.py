@@ -21,6 +21,7 @@ from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import VocabParallelEmbedding
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
@@ -60,7 +61,9 @@ def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[f
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * 50, masked=(0, 1, 2, 17))
     loader = Loader(
         rows,
-        BatchSettings(global_batch_size=12, micro_batch_size=train.micro_batch_size),
+        BatchSettings(
+            batch_schedule=constant_batch_size(12), micro_batch_size=train.micro_batch_size
+        ),
         trainer.mesh.dp,
         consumed=12 * first,
         steps=count,
@@ -278,7 +281,9 @@ def _skipped(
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(0, 1))
     loader = Loader(
         rows,
-        BatchSettings(global_batch_size=12, micro_batch_size=run.train.micro_batch_size),
+        BatchSettings(
+            batch_schedule=constant_batch_size(12), micro_batch_size=run.train.micro_batch_size
+        ),
         trainer.mesh.dp,
         consumed=0,
         steps=1,

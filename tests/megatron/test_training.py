@@ -5,6 +5,7 @@ import pytest
 from megalith.config.optim import GroupConfig
 from megalith.megatron.translate import Translation
 from megalith.optim.schedule import learning_rate, schedule_lengths, schedule_problems
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.rules.run import run_problems
 from tests.megatron.conftest import Translate
 
@@ -448,7 +449,9 @@ def test_learning_rate_of_each_step_is_that_of_megatron(tiny: Translate) -> None
     for style, rates in expected.items():
         run = tiny(f"{added} {style}").run
         assert run is not None
-        lengths = schedule_lengths(run.schedule, global_batch_size=6, total_steps=120)
+        lengths = schedule_lengths(
+            run.schedule, batch_schedule=constant_batch_size(6), total_steps=120
+        )
         results = [learning_rate(run.schedule, step * 6, lengths) for step in (5, 28, 55, 101)]
         assert results == pytest.approx(rates, abs=1e-6)
 
@@ -456,7 +459,6 @@ def test_learning_rate_of_each_step_is_that_of_megatron(tiny: Translate) -> None
 @pytest.mark.parametrize(
     ("added", "refusal"),
     [
-        ("--rampup-batch-size 2 2 60", "a batch size that changes"),
         ("--fp8-format hybrid --fp8-recipe delayed", "fp8 and fp4 matmuls"),
         ("--embedding-weights-in-fp32", "fp32 embeddings with bf16 matrices"),
         ("--dataloader-type external", "samples come from code that is passed to Megatron"),
@@ -468,6 +470,32 @@ def test_strict_rejects_flags_that_change_the_numbers(
 ) -> None:
     assert tiny(added).refusals(strict=False) == []
     assert len(strict := tiny(added).refusals(strict=True)) == 1 and refusal in strict[0]
+
+
+def test_linear_rampup_becomes_a_batch_size_schedule(tiny: Translate) -> None:
+    run = tiny(
+        "--rampup-batch-size 2 2 60 --train-samples 200 --lr-warmup-samples 8",
+        without=("--train-iters",),
+    ).run
+    assert run is not None
+    entries = [(entry.samples, entry.size) for entry in run.train.batch_size_schedule]
+    assert entries == [(0, 2), (30, 4), (60, 6)]
+    assert run.train.steps == 15 + 8 + 23 and run.schedule.warmup_steps == 4
+    assert "an increment that divides 4" in tiny("--rampup-batch-size 2 3 60").problems[0]
+    assert "expected three whole numbers" in tiny("--rampup-batch-size 2 3").problems[0]
+
+
+def test_step_schedule_becomes_a_batch_size_schedule(tiny: Translate) -> None:
+    run = tiny("--step-batch-size-schedule 0:2 1K:6", without=("--global-batch-size",)).run
+    assert run is not None and run.train.global_batch_size == 6
+    entries = [(entry.samples, entry.size) for entry in run.train.batch_size_schedule]
+    assert entries == [(0, 2), (1000 // 32, 6)]
+    assert "expected one of them" in tiny("--step-batch-size-schedule 0:2 1K:6").problems[0]
+
+
+def test_skipped_iterations_are_counted_from_one(tiny: Translate) -> None:
+    run = tiny("--iterations-to-skip 3 7 900").run
+    assert run is not None and run.train.skip_steps == (4, 8)
 
 
 def test_experiment_trackers_and_log_level(tiny: Translate) -> None:

@@ -17,6 +17,7 @@ from megalith.optim.schedule import (
     schedule_problems,
     weight_decay,
 )
+from megalith.plan.batch_schedule import constant_batch_size
 
 SHORT = ScheduleLengths(warmup=10, decay=100, wsd_decay=20, total=100)
 LONG = replace(SHORT, decay=110)
@@ -114,10 +115,10 @@ def test_wsd_decay_of_zero_samples_is_a_step_at_the_end() -> None:
 
 def test_lengths_are_steps_times_the_global_batch() -> None:
     schedule = ScheduleConfig(lr=1.0, style="wsd", warmup_steps=3, wsd_decay_steps=4)
-    lengths = schedule_lengths(schedule, global_batch_size=8, total_steps=50)
+    lengths = schedule_lengths(schedule, batch_schedule=constant_batch_size(8), total_steps=50)
     assert lengths == ScheduleLengths(warmup=24, decay=400, wsd_decay=32, total=400)
     shorter = schedule_lengths(
-        replace(schedule, decay_steps=20), global_batch_size=8, total_steps=50
+        replace(schedule, decay_steps=20), batch_schedule=constant_batch_size(8), total_steps=50
     )
     assert (shorter.decay, shorter.total) == (160, 400)
 
@@ -137,15 +138,18 @@ def test_warmup_share_is_rounded_and_leaves_a_step_after_the_warmup(
 ) -> None:
     schedule = ScheduleConfig(lr=1.0, warmup_steps=share, decay_steps=decay)
     assert schedule_problems(schedule, total) == []
-    assert schedule_lengths(schedule, global_batch_size=8, total_steps=total).warmup == 8 * expected
+    assert (
+        schedule_lengths(schedule, batch_schedule=constant_batch_size(8), total_steps=total).warmup
+        == 8 * expected
+    )
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_run_with_another_batch_size_has_the_same_rates(style: str) -> None:
     schedule = ScheduleConfig(lr=1.0, style=style, warmup_steps=2, wsd_decay_steps=4)  # type: ignore[arg-type]
     doubled = replace(schedule, warmup_steps=4, wsd_decay_steps=8)
-    large = schedule_lengths(schedule, global_batch_size=16, total_steps=20)
-    small = schedule_lengths(doubled, global_batch_size=8, total_steps=40)
+    large = schedule_lengths(schedule, batch_schedule=constant_batch_size(16), total_steps=20)
+    small = schedule_lengths(doubled, batch_schedule=constant_batch_size(8), total_steps=40)
     assert [learning_rate(schedule, n, large) for n in range(320)] == [
         learning_rate(doubled, n, small) for n in range(320)
     ]
@@ -279,7 +283,7 @@ def test_groups_follow_the_schedule_between_their_own_rates() -> None:
         end_weight_decay=0.5,
         weight_decay_style="linear",
     )
-    lengths = schedule_lengths(schedule, global_batch_size=2, total_steps=20)
+    lengths = schedule_lengths(schedule, batch_schedule=constant_batch_size(2), total_steps=20)
     groups = (
         GroupConfig(name="own", match=("*",), lr=3.0, min_lr=1.0, weight_decay=0.7),
         GroupConfig(name="low", match=("*",), lr=3.0),

@@ -18,6 +18,7 @@ from megalith.kernels.packed import seq_params_from_rows
 from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.recompute import HostMemory, OffloadedPass, OffloadedStorage
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import LayerSetting
 from megalith.testing.inject import patched
@@ -145,7 +146,7 @@ def _reloads(
     )
     loader = Loader(
         RaggedRows(12, run.model.vocab_size, 24, masked=(0, 1)),
-        BatchSettings(global_batch_size=12, micro_batch_size=3),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=3),
         trainer.mesh.dp,
         consumed=0,
         steps=1,

@@ -20,6 +20,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
@@ -94,12 +95,14 @@ def begun_by_hand(
                 before.get(f"optimizer.master.{slot.shard.name}", weights).view_as(slot.master)
             )
     all_gather_loaded_params(trainer)
-    lengths = schedule_lengths(run.schedule, global_batch_size=rows, total_steps=run.train.steps)
+    lengths = schedule_lengths(
+        run.schedule, batch_schedule=constant_batch_size(rows), total_steps=run.train.steps
+    )
     assert data.splits.train is not None
     loader = Loader(
         data.splits.train,
         BatchSettings(
-            global_batch_size=rows,
+            batch_schedule=constant_batch_size(rows),
             micro_batch_size=2,
             masks=MaskSettings(
                 eod=build_checked_tokenizer(run).eod, documents=run.data.document_masking

@@ -19,6 +19,7 @@ from megalith.hf.pretrained import open_pretrained
 from megalith.optim.ema import WeightEMA
 from megalith.optim.optimizers import build_slot
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard
 from megalith.rules.run import run_problems
@@ -132,7 +133,7 @@ def test_skipped_step_does_not_update_the_average() -> None:
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        BatchSettings(global_batch_size=12, micro_batch_size=6),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=6),
         trainer.mesh.dp,
         consumed=0,
         steps=2,

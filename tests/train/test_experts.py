@@ -15,6 +15,7 @@ from megalith.errors import DataError
 from megalith.kernels.layer_inputs import AuxLossScale, RoutingRecord
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
@@ -75,7 +76,7 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     masked = tuple(range(12)) if why == "no label" else ()
     loader = Loader(
         RaggedRows(12, 257, 24, masked=masked),
-        BatchSettings(global_batch_size=12, micro_batch_size=6),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=6),
         trainer.mesh.dp,
         consumed=0,
         steps=2,
@@ -138,7 +139,7 @@ def test_fp16_loss_scale_applies_to_aux_losses() -> None:
     trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 12, masked=()),
-        BatchSettings(global_batch_size=12, micro_batch_size=6),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=6),
         trainer.mesh.dp,
         consumed=0,
         steps=1,
@@ -269,7 +270,7 @@ def reported(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExper
     assert collect_expert_load(trainer.pipeline_model.modules, mesh) == []
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        BatchSettings(global_batch_size=12, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=2),
         mesh.dp,
         consumed=0,
         steps=1,
@@ -307,7 +308,7 @@ def losses_replayed(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        BatchSettings(global_batch_size=12, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=2),
         mesh.dp,
         consumed=0,
         steps=1,
@@ -359,7 +360,7 @@ def losses_within_capacity(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 36, masked=()),
-        BatchSettings(global_batch_size=12, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=2),
         mesh.dp,
         consumed=0,
         steps=3,

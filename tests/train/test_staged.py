@@ -24,6 +24,7 @@ from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import AllToAllDispatcher
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.pipeline import Pipeline
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -172,7 +173,7 @@ def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str,
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
         rows,
-        BatchSettings(global_batch_size=12, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=2),
         mesh.dp,
         consumed=0,
         steps=3,
@@ -237,7 +238,7 @@ def test_masks_of_microbatch_are_built_once_and_freed_after_backward(
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
     loader = Loader(
         rows,
-        BatchSettings(global_batch_size=6, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(6), micro_batch_size=2),
         trainer.mesh.dp,
         consumed=0,
         steps=1,
@@ -265,7 +266,7 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
         rows,
-        BatchSettings(global_batch_size=12, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=2),
         trainer.mesh.dp,
         consumed=0,
         steps=3,

@@ -14,6 +14,7 @@ from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -49,7 +50,8 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
     return Loader(
         rows,
         BatchSettings(
-            global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size
+            batch_schedule=constant_batch_size(train.global_batch_size),
+            micro_batch_size=train.micro_batch_size,
         ),
         build_single_rank_mesh().dp,
         consumed=0,
@@ -232,7 +234,7 @@ def _blame(rank: int, world: int, zero: str) -> str:
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, ())
     batches = Loader(
         rows,
-        BatchSettings(global_batch_size=12, micro_batch_size=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=2),
         trainer.mesh.dp,
         consumed=0,
         steps=1,
@@ -366,7 +368,7 @@ def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
     (first,) = run_steps(plain, 1)
     batches = Loader(
         RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)),
-        BatchSettings(global_batch_size=12, micro_batch_size=4, num_mtp_layers=2),
+        BatchSettings(batch_schedule=constant_batch_size(12), micro_batch_size=4, num_mtp_layers=2),
         build_single_rank_mesh().dp,
         consumed=0,
         steps=3,

@@ -10,6 +10,7 @@ import torch
 import megalith
 from megalith.data.loader import BatchSettings, Loader
 from megalith.parallel.mesh import build_mesh
+from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -38,7 +39,10 @@ def modules_of_a_step(rank: int, world: int) -> list[str]:
     cpu = torch.device("cpu")
     trainer = build_trainer(run, mesh, cpu)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 24, (1,))
-    batch = {"global_batch_size": 12, "micro_batch_size": run.train.micro_batch_size}
+    batch = {
+        "batch_schedule": constant_batch_size(12),
+        "micro_batch_size": run.train.micro_batch_size,
+    }
     loader = Loader(rows, BatchSettings(**batch), mesh.dp, consumed=0, steps=2, device=cpu)
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
     files = set()

@@ -64,6 +64,8 @@ class FinishedStep:
     result: StepResult
     seconds: float
     """From reading the data to the end of the step, without callbacks, evaluation and saving."""
+    num_samples: int
+    """Global batch size of the step."""
 
 
 @dataclass(frozen=True, slots=True)

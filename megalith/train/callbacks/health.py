@@ -24,6 +24,7 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
+from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
@@ -333,7 +334,8 @@ MAX_WAITS = 3
 
 
 class Checkpointer(Callback):
-    """Requests a save every `checkpoint.every` steps, and saves without divergent steps."""
+    """Requests a save every `checkpoint.every` steps and before a change of the batch size, and
+    saves without divergent steps."""
 
     essential = True
     collective = True
@@ -459,10 +461,19 @@ class Checkpointer(Callback):
         self.saved_step, self._is_delayed = -1, False
 
     def before_step(self, step: int, batches: StepBatches) -> None:
-        """Request a save after this step, if it is due or was delayed."""
+        """Request a save after this step, if it is due or was delayed, or if the batch size
+        changes after it."""
         every = self._run.config.checkpoint.every
-        if (every > 0 and step % every == 0) or self._is_delayed:
+        is_due = every > 0 and (step % every == 0 or self._changes_batch_size())
+        if is_due or self._is_delayed:
             self._run.request(StepRequest.SAVE)
+
+    def _changes_batch_size(self) -> bool:
+        """Return whether the step after the current one has another batch size."""
+        schedule = build_batch_schedule(self._run.config.train)
+        consumed = self._run.prepared.state.consumed_samples
+        size = schedule.get_batch_size(consumed)
+        return schedule.get_batch_size(consumed + size) != size
 
     def save(
         self,

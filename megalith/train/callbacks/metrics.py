@@ -187,7 +187,7 @@ class ExpertLoadMetrics(Callback):
 
 
 class BatchMetrics(Callback):
-    """Measures zero gradients, packing efficiency and load balance of logged steps."""
+    """Measures batch size, zero gradients, packing efficiency and load balance of logged steps."""
 
     essential = True
 
@@ -200,6 +200,8 @@ class BatchMetrics(Callback):
         config, batches = self._run.config, finished.batches
         if not self._run.is_logged(finished.step):
             return
+        if config.train.batch_size_schedule:
+            metrics["batch_size"] = finished.num_samples
         if finished.result.num_zeros is not None:
             metrics["grad_zeros"] = finished.result.num_zeros
         packed = config.train.tokens_per_microbatch is not None
