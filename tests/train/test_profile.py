@@ -272,7 +272,6 @@ def test_invalid_windows_are_rejected(settings: dict[str, str], message: str) ->
     ("settings", "note"),
     [
         ({"observe.dump.weights": "true"}, "observe.dump.weights=true: no effect here, because wi"),
-        ({"profile.shapes": "true"}, "profile.shapes=true: no effect here, because with profile."),
         (
             {"profile.start": "3", "profile.tool": "nsys", "profile.shapes": "true"},
             "profile.shapes=true: no effect here, because they belong to profile.tool=torch",
@@ -283,6 +282,12 @@ def test_invalid_windows_are_rejected(settings: dict[str, str], message: str) ->
 def test_settings_without_effect_are_reported(settings: dict[str, str], note: str) -> None:
     (text,) = [each for each in unused_notes(tiny_run(settings), 2) if each.startswith(note[:12])]
     assert text.startswith(note)
+
+
+def test_profile_settings_have_an_effect_without_a_start_step() -> None:
+    settings = {"profile.shapes": "true", "profile.ranks": "[1]"}  # of `megalith request profile`
+    notes = unused_notes(tiny_run(settings | {"parallel.dp": "2"}), 2)
+    assert not [note for note in notes if note.startswith("profile.")]
 
 
 def test_failure_of_the_profiler_does_not_end_the_run(
