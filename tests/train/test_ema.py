@@ -1,6 +1,6 @@
 """Exponential moving average of the weights: formula, resume, layouts, loading."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify.matrix import load_matrix
-from megalith.verify.ranks import RaggedRows, compare_with_one_process
+from megalith.verify.ranks import RaggedRows, compare_with_one_process, compute_reference
 
 CPU = torch.device("cpu")
 SHORT: dict[str, Override] = {
@@ -117,6 +117,15 @@ def test_resume_under_other_layouts_equals_one_process(tmp_path: Path) -> None:
         assert_close(result, expected, FP64)
 
 
+@pytest.fixture
+def own_reference() -> Iterator[None]:
+    """Compute references of one process in this test only: other tests share theirs."""
+    compute_reference.cache_clear()
+    yield
+    compute_reference.cache_clear()
+
+
+@pytest.mark.usefixtures("own_reference")
 def test_wrong_average_of_a_layout_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def update_in_every_step(ema: WeightEMA, num_updates: int) -> None:
         torch._foreach_lerp_(ema.averages, [slot.master for slot in ema.slots], 0.25)
