@@ -22,7 +22,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -407,7 +407,8 @@ class LocalTier:
                 source=source,
                 device=self._device,
             )
-            problem = problem or sink.close()
+            copy_problem = sink.close()
+            problem = problem or copy_problem
             parts[source] = parse_part(bytes(received), staging / f"table of rank {source}")
         return problem
 
@@ -827,8 +828,12 @@ class _CopyFile:
     def close(self) -> str:
         """Return the write error with advice; empty if there was none."""
         if self._file is not None:
-            with suppress(OSError) if self._problem else nullcontext(), self._file:
-                storage.sync_file(self._file)
+            try:
+                with self._file:
+                    storage.sync_file(self._file)
+            except OSError as error:  # an exception here would end the exchanges with other peers
+                reason = f"{self._path.parent} cannot be written ({error.strerror})."
+                self._problem = self._problem or reason
         return f"{self._problem} {_ADVICE}" if self._problem else ""
 
 

@@ -1,5 +1,6 @@
 """Local checkpoints on real ranks, each with a folder of its own, as on machines of their own."""
 
+import errno
 import json
 import logging
 import shutil
@@ -345,3 +346,17 @@ def test_changed_table_is_rejected(tmp_path: Path) -> None:
 )
 def test_settings_without_effect_are_rejected(settings: dict[str, str], problem: str) -> None:
     assert checkpoint_problems(tiny_run(settings).checkpoint) == [problem]
+
+
+def test_copy_file_returns_the_error_of_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception would end the exchanges with further peers, which would wait."""
+
+    def fail(file: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "sync_file", fail)
+    copy = local._CopyFile(tmp_path / "__1_0.distcp")
+    copy.write(memoryview(b"abc"))
+    assert f"{tmp_path} cannot be written (No space left on device). Free" in copy.close()
