@@ -167,7 +167,8 @@ def describe_url_problem(text: str) -> str | None:
             f"fsspec. Use the store's own URL, such as s3://BUCKET/{path}."
         )
     bucket = rest.partition("/")[0]
-    if "?" in rest or (":" in bucket and "@" in bucket):
+    # A secret may contain slashes, so the @ after it is not always in the part of the bucket.
+    if "?" in rest or (":" in bucket and "@" in rest):
         return (
             "a URL must not contain credentials or parameters. Remove them, and set the "
             "environment variables or the profile of the store's client."
@@ -202,7 +203,7 @@ def hide_credentials(text: str) -> str:
     for name, value in os.environ.items():
         if _SECRET_NAMES.search(name) and len(value) >= 8:
             text = text.replace(value, "***")
-    text = re.sub(r"(://[^/\s:@]*):[^/\s@]+@", r"\1:***@", text)
+    text = re.sub(r"(://[^/\s:@]*):[^\s@]+@", r"\1:***@", text)
     return _SIGNATURE.sub(r"\1***", text)
 
 

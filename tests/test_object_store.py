@@ -236,3 +236,10 @@ def test_run_with_checkpoints_in_s3_resumes_bitwise(s3_server: Any, tmp_path: Pa
     assert boxes(folder / "step_0000004") == boxes(tmp_path / "plain/checkpoints/step_0000004")
     assert "testing-secret" not in (tmp_path / "stored/config.yaml").read_text()
     assert "testing-secret" not in (tmp_path / "stored/log.txt").read_text()
+
+
+def test_secret_with_a_slash_in_a_url_is_rejected_and_hidden() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url("s3://AKIAKEY:ab/cdSECRET@bucket/run")
+    assert "a URL must not contain credentials" in str(caught.value)
+    assert "cdSECRET" not in str(caught.value)
