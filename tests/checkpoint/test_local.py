@@ -351,7 +351,7 @@ def test_settings_without_effect_are_rejected(settings: dict[str, str], problem:
 def test_copy_file_returns_the_error_of_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception would end the exchanges with further peers, which would wait."""
+    """An exception would end the exchanges with other peers, which would wait."""
 
     def fail(file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
