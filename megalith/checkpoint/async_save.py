@@ -48,10 +48,10 @@ from megalith.checkpoint.writer import (
     Command,
     Commit,
     CommitJob,
-    Committed,
-    Failed,
+    CommitReport,
+    JobFailure,
     LoggedLine,
-    PartWritten,
+    PartReport,
     Report,
     SaveJob,
     count_files,
@@ -237,9 +237,9 @@ class _PendingSave:
     blocked_seconds: float = 0.0
     last_progress: float | None = None
     """Time of the last report of the writer, once it has the job."""
-    written: PartWritten | None = None
+    written: PartReport | None = None
     is_committing: bool = False
-    committed: Committed | None = None
+    committed: CommitReport | None = None
     failure: Exception | None = None
 
     @property
@@ -519,11 +519,11 @@ class AsyncSaver:
         for report in writer.receive():
             pending.last_progress = now
             match report:
-                case PartWritten():
+                case PartReport():
                     pending.written = report
-                case Committed():
+                case CommitReport():
                     pending.committed = report
-                case Failed():
+                case JobFailure():
                     pending.failure = report.error
                 case LoggedLine():
                     logging.getLogger(report.logger).log(report.level, "%s", report.text)

@@ -109,7 +109,7 @@ class WriteProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class PartWritten:
+class PartReport:
     """This rank's part is on disk."""
 
     nbytes: int
@@ -117,7 +117,7 @@ class PartWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommitReport:
     """The checkpoint is complete."""
 
     path: StoragePath
@@ -126,7 +126,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class JobFailure:
     """The job failed; the process continues."""
 
     error: Exception
@@ -141,7 +141,7 @@ class LoggedLine:
     text: str
 
 
-Report = WriteProgress | PartWritten | Committed | Failed | LoggedLine
+Report = WriteProgress | PartReport | CommitReport | JobFailure | LoggedLine
 
 _CHUNK_NBYTES = 2**20
 """Bytes that are hashed and then written while they are in the processor's cache."""
@@ -251,7 +251,7 @@ class CheckpointWriter:
                     job = None
             except (OSError, CheckpointError) as error:
                 job = None
-                self._report(Failed(error))
+                self._report(JobFailure(error))
         if job is None or job.commit is None or isinstance(job.staging, StorePath):
             # The next run may save the same step under the same prefix of a store.
             return
@@ -295,7 +295,7 @@ class CheckpointWriter:
         part = plan_files(self._plan, job.rank, num_files, hashes)
         storage.write_new(job.staging / PARTS / part_name(job.rank), dump_part(part))
         nbytes = sum(file.nbytes for file in part.files.values())
-        self._report(PartWritten(nbytes, time.monotonic() - started))
+        self._report(PartReport(nbytes, time.monotonic() - started))
 
     def _write_file(
         self, path: StoragePath, contents: Sequence[tuple[str, PlannedBox]]
@@ -345,7 +345,7 @@ class CheckpointWriter:
         nbytes = sum(file.nbytes for file in manifest.files.values())
         self._report(WriteProgress())
         removed = commit.retention.delete_old(path.parent) if apply_retention else []
-        self._report(Committed(path, nbytes, tuple(removed)))
+        self._report(CommitReport(path, nbytes, tuple(removed)))
 
     def _wait_for_parts(self, job: SaveJob, commit: CommitJob) -> bool:
         """Wait for the tables of all ranks after this rank has ended; return whether they

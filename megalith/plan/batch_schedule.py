@@ -210,7 +210,7 @@ def _start_in_samples(entry: BatchSizeConfig, seq_len: int) -> int | None:
     return entry.samples if entry.tokens is None else entry.tokens // seq_len
 
 
-# --- Megatron's ways to state a schedule
+# --- batch size schedules of Megatron's flags
 
 
 def plan_linear_rampup(

@@ -348,7 +348,7 @@ class TrainLoop:
     def _save(self, *, final: bool = False, overlap: bool = True) -> None:
         """Save the current step, unless it is saved or divergent, and report the result.
 
-        `overlap`: training continues meanwhile, if saves are asynchronous.
+        `overlap`: training continues while the files are written, if saves are asynchronous.
         """
         self._phase = f"while step {self.prepared.state.step} was saved"
         with self.timers.section("save"):

@@ -1,5 +1,5 @@
-"""Asynchronous saves: every file equals that of a synchronous save, whatever is written to the
-tensors meanwhile, and a lost writer process costs one save only."""
+"""Asynchronous saves: every file equals that of a synchronous save, even if the tensors change
+while the files are written; a lost writer process costs one save only."""
 
 import gc
 import os

@@ -22,7 +22,7 @@ from megalith.checkpoint.writer import (
     CheckpointWriter,
     Commit,
     CommitJob,
-    Failed,
+    JobFailure,
     SaveJob,
     plan_files,
 )
@@ -126,7 +126,7 @@ def save_asynchronously(
             rank_side.close()
             writer.run()
         region.close()
-        assert not [report for report in reports if isinstance(report, Failed)], reports
+        assert not [report for report in reports if isinstance(report, JobFailure)], reports
 
 
 @pytest.mark.parametrize("layout", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 2)], ids=str)
