@@ -72,6 +72,14 @@ class CheckpointConfig:
     keep_every: Annotated[int | None, Ge(1)] = None
     """Checkpoints at multiples of this step are never deleted. Unset: none."""
 
+    best_metric: str | None = None
+    """Metric of an evaluation, as it is named in metrics.jsonl, such as eval_loss or NAME_acc of
+    evaluate.NAME. The checkpoints with its best values are not deleted: the highest values of
+    accuracies, the lowest of others. Unset: none."""
+
+    keep_best: Annotated[int, Ge(1)] = 1
+    """Number of checkpoints with the best values of `best_metric` to keep."""
+
     load: str | None = None
     """Checkpoint, run or Hugging Face folder from which a new run starts, or the URL of a
     checkpoint or `folder` in an object store; not used when the run resumes. Unset: random initial

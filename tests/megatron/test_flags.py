@@ -221,6 +221,8 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "checkpoint.allow_model_changes",
         "checkpoint.drain_timeout_seconds",
         "checkpoint.folder",
+        "checkpoint.best_metric",
+        "checkpoint.keep_best",
         "checkpoint.local.keep",
         "checkpoint.max_save_failures",
         "checkpoint.missing_keys",

@@ -6,20 +6,20 @@ the check that replicas start from equal weights.
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megalith.checkpoint.async_save import MIN_NBYTES, AsyncSaver, WriterSettings, check_memory
-from megalith.checkpoint.commit import Retention
+from megalith.checkpoint.commit import BestCheckpoints, Retention
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
-from megalith.errors import CheckpointError, DataError
+from megalith.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
@@ -347,6 +347,11 @@ class Checkpointer(Callback):
         self._num_waits = 0  # in a row
         self._is_delayed = False
         self._saver: AsyncSaver | None = None
+        self._restored: Mapping[str, Any] = {}  # Any: JSON
+        self._best: BestCheckpoints | None = None
+        self._evaluated: tuple[int, float] | None = (
+            None  # last step with best_metric, and its value
+        )
 
     def on_start(self, run: RunView) -> None:
         """Receive the run, and start the writer processes if saves are asynchronous. Collective.
@@ -357,9 +362,40 @@ class Checkpointer(Callback):
         self._run = run
         is_saved = run.prepared.is_resumed and not run.prepared.is_resumed_locally
         self.saved_step = run.step if is_saved else -1
+        checkpoint = run.config.checkpoint
+        if checkpoint.best_metric is not None:
+            self._best = BestCheckpoints(checkpoint.best_metric, checkpoint.keep_best)
+            self._best.restore(self._restored)
         self._saver = self._open_saver()
         if self._saver is not None:
             run.prepared.trainer.write_guard.wait_staged = self._saver.wait_staged
+
+    def after_evaluate(self, results: Mapping[str, SuiteResult], metrics: StepMetrics) -> None:
+        """Receive the value of checkpoint.best_metric.
+
+        Raises:
+            ConfigError: its evaluation has no such metric.
+        """
+        if self._best is None:
+            return
+        name, step = self._best.metric, self._run.step
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            self._evaluated = step, float(value)
+        elif suites := [suite for suite in results if name.startswith(f"{suite}_")]:
+            names = [*results[max(suites, key=len)].metrics(max(suites, key=len))]
+            raise ConfigError(
+                f"checkpoint.best_metric={name}: the evaluation has no such number."
+                f"{did_you_mean(name, names)} Use one of {', '.join(names)}."
+            )
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Return the best values of checkpoint.best_metric."""
+        return {} if self._best is None else self._best.as_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best values of checkpoint.best_metric."""
+        self._restored = state
 
     def on_error(self, error: BaseException) -> None:
         """Let the writers finish a save in flight."""
@@ -458,7 +494,9 @@ class Checkpointer(Callback):
 
     def after_rollback(self, step: int) -> None:
         """Save this step again, because the position in the data has changed."""
-        self.saved_step, self._is_delayed = -1, False
+        self.saved_step, self._is_delayed, self._evaluated = -1, False, None
+        if self._best is not None:
+            self._best.remove_after(step)
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Request a save after this step, if it is due or was delayed, or if the batch size
@@ -504,6 +542,8 @@ class Checkpointer(Callback):
             self._is_delayed = True
             return None
         self._is_delayed = False
+        if self._best is not None and self._evaluated is not None and self._evaluated[0] == step:
+            self._best.add(*self._evaluated)
         entries = self.entries()
         state = self.collect_state(entries, callback_states)
         return self._write(entries, state, final=final, overlap=overlap and not final)
@@ -548,7 +588,8 @@ class Checkpointer(Callback):
         folder, step = run.folder.checkpoints, run.state.step
         config_text = run.tokenizer_files.config_text(run.run, ".")
         auxiliary_files = run.tokenizer_files.contents
-        retention = Retention(keep.keep, keep.keep_every, run.state.last_update)
+        best_steps = frozenset(() if self._best is None else self._best.values)
+        retention = Retention(keep.keep, keep.keep_every, run.state.last_update, best_steps)
         result: SaveReport | CheckpointError | None = None
         try:
             # There is no training that the last save could overlap with.
