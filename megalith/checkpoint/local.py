@@ -51,7 +51,7 @@ from megalith.checkpoint.manifest import (
     step_folders,
 )
 from megalith.checkpoint.save import dump_state, write_boxes
-from megalith.config.checkpoint import LocalCheckpointConfig
+from megalith.config.checkpoint import CheckpointConfig, LocalCheckpointConfig
 from megalith.errors import CheckpointError, PlanError
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.transfer import exchange_bytes, receive_bytes, send_bytes
@@ -588,6 +588,10 @@ class LocalCheckpoint(Checkpoint):
     def warnings(self) -> list[str]:
         """Return nothing: its files were compared with their tables when it was opened."""
         return []
+
+    def _reads_in_parallel(self, rules: CheckpointConfig, world: Group) -> bool:
+        """Return False: each box is already read once and sent to the ranks that need it."""
+        return False
 
     def _weights_of(self, pair: MasterWeightPair) -> torch.Tensor:
         """Return the rounded master weights, which equal the weights that the same run saved."""

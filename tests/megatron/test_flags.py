@@ -222,6 +222,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "checkpoint.drain_timeout_seconds",
         "checkpoint.folder",
         "checkpoint.best_metric",
+        "checkpoint.exchange_buffer_mb",
         "checkpoint.keep_best",
         "checkpoint.local.keep",
         "checkpoint.max_save_failures",
