@@ -62,6 +62,7 @@ from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
 
 
@@ -74,13 +75,15 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
+    starts: StartLog | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job.
+    batch system ends the job. `starts`: records this start and its exit; by default in the folder,
+    without an older checkpoint after failed starts.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -95,9 +98,11 @@ def run_training(
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
+    starts = starts or StartLog(folder.path, rank=mesh.world.rank)
     with (
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
+        starts.record_failure(),
         _open_log(folder, run, mesh.world.rank),
         record_memory_history(folder.path, device, mesh.world.rank)
         if run.observe.memory_history
@@ -109,13 +114,22 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
         _open_checkpoints(folder.checkpoints, mesh)
         try:
-            prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
+            prepared = PreparedRun(run, folder, mesh, device, progress.print_line, starts)
         except Exception as error:
             if is_out_of_memory(error):
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
-        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+        outcome = TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+        if first:
+            starts.write_exit(
+                outcome.reason or outcome.kind, _EXIT_CODES[outcome.kind], step=outcome.step
+            )
+        return outcome
+
+
+_EXIT_CODES = {"done": 0, "stopped": 75, "suspect": 76}
+"""Exit code of each kind of outcome."""
 
 
 def _open_checkpoints(folder: StoragePath, mesh: Mesh) -> None:

@@ -1,0 +1,356 @@
+"""Starts of a run: the lines of `starts.jsonl`, the checkpoint with which a start begins after
+earlier ones have failed, and hosts that are suspects."""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megalith import storage
+from megalith.errors import CheckpointError, UserError
+from megalith.launch.launcher import LAUNCHER, Failure, exception_failure
+from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
+from megalith.plan.starts import (
+    MAX_FAILED_STARTS,
+    Start,
+    StartDecision,
+    decide_start,
+    find_record_problem,
+    find_suspect_hosts,
+    parse_starts,
+)
+
+STARTS = "starts.jsonl"
+"""File of the run folder: one line for each start and for each exit."""
+
+SUSPECTS = "suspects.jsonl"
+"""File of the run folder: one line for each suspect, with host, device, rank and reason."""
+
+INTERRUPTED_CODE = 130
+"""Exit code after Ctrl-C."""
+
+_log = logging.getLogger(__name__)
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:  # Any: JSON
+    """Append a line of JSON to a file, after a line break if a killed process has left an
+    incomplete line."""
+    line = json.dumps(record).encode()
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+    storage.append_line(path, line)
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # Any: JSON
+    """Return the records of a file of JSON lines, and a message for each line that is not one; no
+    records if the file is missing. An incomplete last line is left out."""
+    try:
+        lines = storage.read_bytes(path).splitlines(keepends=True)
+    except FileNotFoundError:
+        return [], []
+    records, problems = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = storage.parse_json(line)
+            if not isinstance(record, dict):
+                raise ValueError("it is not an object")
+            records.append(record)
+        except ValueError as error:
+            if number < len(lines) or line.endswith(b"\n"):
+                problems.append(f"{path}: line {number} is ignored ({error})")
+    return records, problems
+
+
+def read_starts(folder: Path) -> tuple[list[Start], list[str]]:
+    """Return the starts of a run, and what could not be read."""
+    records, problems = read_records(folder / STARTS)
+    valid: list[dict[str, Any]] = []  # Any: JSON
+    for record in records:
+        if problem := find_record_problem(record):
+            text = f"{folder / STARTS}: {json.dumps(record):.80} is ignored ({problem})"
+            problems.append(text)
+        else:
+            valid.append(record)
+    return parse_starts(valid), problems
+
+
+def reset_attempts(folder: Path) -> bool:
+    """Make earlier starts of a run not count; return whether it had any. Their lines stay, because
+    `megalith report` reads them."""
+    if not (folder / STARTS).exists():
+        return False
+    append_record(folder / STARTS, {"kind": "reset", "time": round(time.time(), 3)})
+    return True
+
+
+class StartLog:
+    """Writes the start and the exit of this process's run to `starts.jsonl`, and decides with which
+    checkpoint a start begins."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        escalates: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`escalates`: begin with an older checkpoint, or not at all, if earlier starts have failed
+        with the same cause. `environment`: of the process, to know its launcher."""
+        self.folder, self.rank, self.escalates = folder, rank, escalates
+        launcher = (environment or {}).get(LAUNCHER)
+        self.launcher = None if launcher is None else int(launcher.partition(":")[0])
+        """Process id of our launcher, which waits before it starts ranks again, and writes how they
+        ended."""
+        self.began, self._began_monotonic = _read_process_start()
+        self.number = 0
+        """Number of this start, from 1; 0: it is not recorded yet."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this process began, by a clock that is never set."""
+        return time.monotonic() - self._began_monotonic
+
+    def decide(
+        self, world: Group, *, newest_step: int, has_older_tier: bool, has_older_checkpoint: bool
+    ) -> StartDecision:
+        """Return with which checkpoint the run starts, after the delay before that. Collective;
+        the last three arguments count on rank 0.
+
+        Raises:
+            CheckpointError: on every rank: the run is in a crash loop.
+        """
+
+        def decide_on_first_rank() -> StartDecision | None:
+            if self.rank != 0 or not self.escalates:
+                return None
+            starts, problems = read_starts(self.folder)
+            for problem in problems:
+                _log.warning(problem)
+            decision = decide_start(
+                starts,
+                newest_step=newest_step,
+                has_older_tier=has_older_tier,
+                has_older_checkpoint=has_older_checkpoint,
+            )
+            if decision.choice == "reject":
+                raise CheckpointError(describe_crash_loop(self.folder, starts, decision))
+            if decision.choice != "newest" and starts[-1].exit is not None:
+                _log.warning(
+                    "the last %d starts ended with the same cause (%.200s) before a checkpoint "
+                    "newer than step %d: this start uses the %s",
+                    decision.num_failed,
+                    starts[-1].exit.cause,
+                    newest_step,
+                    decision.choice.replace("_", " "),
+                )
+            _report_suspects(self.folder, starts)
+            return decision
+
+        decision = raise_on_all_ranks(decide_on_first_rank, world)[0]
+        if decision is None:
+            return StartDecision("newest", 0, 0.0)
+        if decision.delay_seconds and self.launcher is None:
+            if self.rank == 0:
+                _log.warning("waiting %g s after the last fault", decision.delay_seconds)
+            time.sleep(decision.delay_seconds)  # on every rank, so that none waits for a message
+        return decision
+
+    def write_start(
+        self,
+        world: Group,
+        *,
+        step: int,
+        newest_step: int,
+        layout: str,
+        checkpoint: str | None,
+        tier: str,
+    ) -> None:
+        """Write the line of this start on rank 0, and set its number. Collective."""
+        hosts = gather_objects(socket.gethostname(), world)
+        number = 0
+        if self.rank == 0:
+            records, _ = read_records(self.folder / STARTS)
+            numbers = [each.get("start") for each in records if each.get("kind") == "start"]
+            number = 1 + max((each for each in numbers if isinstance(each, int)), default=0)
+            self._append(
+                {
+                    "kind": "start",
+                    "start": number,
+                    "time": round(time.time(), 3),
+                    "began": round(self.began, 3),
+                    "step": step,
+                    "newest_step": newest_step,
+                    "world_size": world.size,
+                    "hosts": list(dict.fromkeys(map(str, hosts))),
+                    "layout": layout,
+                    "checkpoint": checkpoint,
+                    "tier": tier,
+                    "launcher": self.launcher,
+                }
+            )
+        numbers_of_ranks = gather_objects(number, world)
+        assert isinstance(numbers_of_ranks[0], int), "rank 0 has sent it"
+        self.number = numbers_of_ranks[0]
+
+    @contextmanager
+    def record_failure(self) -> Iterator[None]:
+        """Write an error that ends this rank, unless our launcher writes it or the rank has only
+        lost another one."""
+        try:
+            yield
+        except BaseException as error:
+            if self.launcher is None and self.number:
+                failure = exception_failure(self.rank, error)
+                code = 2 if isinstance(error, UserError) else 1
+                if isinstance(error, KeyboardInterrupt):
+                    code = INTERRUPTED_CODE
+                if self.rank == 0 or not failure.is_consequence:
+                    self.write_exit(
+                        failure.summary,
+                        code,
+                        rank=self.rank,
+                        is_consequence=failure.is_consequence,
+                    )
+            raise
+
+    def write_exit(
+        self,
+        cause: str,
+        code: int,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        is_consequence: bool = False,
+    ) -> None:
+        """Write how this start ended."""
+        self._append(
+            {
+                "kind": "exit",
+                "start": self.number,
+                "time": round(time.time(), 3),
+                "elapsed": round(self.elapsed, 3),
+                "cause": cause[:500],
+                "code": code,
+                "step": step,
+                "rank": rank,
+                "host": socket.gethostname(),
+                "is_consequence": is_consequence,
+            }
+        )
+
+    def _append(self, record: Mapping[str, Any]) -> None:  # Any: JSON
+        try:
+            append_record(self.folder / STARTS, record)
+        except OSError as error:
+            _log.warning(
+                "%s cannot be written (%s); the run continues", self.folder / STARTS, error
+            )
+
+
+def record_failure_of_launch(folder: Path, failure: Failure, code: int) -> None:
+    """Write how the last start ended, for a launcher or a process that ends this rank: the cause of
+    a job whose ranks have ended. Does nothing if the start is not one of this launcher, or has
+    ended already."""
+    starts, _ = read_starts(folder)
+    if not starts or starts[-1].exit is not None:
+        return
+    if starts[-1].launcher not in (None, os.getpid()):
+        return
+    record = {
+        "kind": "exit",
+        "start": starts[-1].number,
+        "time": round(time.time(), 3),
+        "cause": failure.summary[:500],
+        "code": code,
+        "rank": failure.rank,
+        "host": socket.gethostname(),
+        "is_consequence": failure.is_consequence,
+    }
+    try:
+        append_record(folder / STARTS, record)
+    except OSError as error:
+        _log.warning("%s cannot be written (%s)", folder / STARTS, error)
+
+
+def describe_crash_loop(folder: Path, starts: Sequence[Start], decision: StartDecision) -> str:
+    """Return the error of a start that is rejected, with the table of the attempts."""
+    attempts = starts[-decision.num_failed :]
+    rows = [("start", "time", "ranks", "hosts", "checkpoint", "step", "cause of the exit")]
+    for start in attempts:
+        assert start.exit is not None, "it has failed"
+        rows.append(
+            (
+                str(start.number),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.time)),
+                str(start.world_size),
+                describe_hosts(start.hosts),
+                f"{start.checkpoint or 'none'} ({start.tier})" if start.checkpoint else "none",
+                str(start.step),
+                start.exit.cause[:100],
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = "\n".join(
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    return (
+        f"{folder}: the last {decision.num_failed} starts ended with the same cause before there "
+        f"was a newer checkpoint, also with older ones, so this start is rejected:\n{table}\n"
+        f"Remove the cause (see {folder / 'log.txt'}), and run the same command again with "
+        f"--reset-attempts; {MAX_FAILED_STARTS} more starts are possible then."
+    )
+
+
+def describe_hosts(hosts: Sequence[str]) -> str:
+    """Return a short text of the hosts of a job.
+
+    >>> describe_hosts(["n1", "n2", "n3"])
+    'n1 and 2 more'
+    """
+    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
+
+
+def append_suspect(folder: Path, *, host: str, rank: int | None, reason: str) -> None:
+    """Write a suspect host to `suspects.jsonl`, unless it is there for the same reason."""
+    records, _ = read_records(folder / SUSPECTS)
+    if any(each.get("host") == host and each.get("reason") == reason for each in records):
+        return
+    record = {"host": host, "device": None, "rank": rank, "reason": reason, "time": time.time()}
+    append_record(folder / SUSPECTS, record)
+
+
+def _report_suspects(folder: Path, starts: Sequence[Start]) -> None:
+    """Log and write the hosts that several faults name."""
+    for host, named in find_suspect_hosts(starts).items():
+        reason = f"named by faults of starts {', '.join(str(each.number) for each in named)}"
+        _log.warning("host %s is a suspect: %s", host, reason)
+        last = named[-1].exit
+        try:
+            append_suspect(
+                folder, host=host, rank=None if last is None else last.rank, reason=reason
+            )
+        except OSError as error:
+            _log.warning("%s cannot be written (%s)", folder / SUSPECTS, error)
+
+
+def _read_process_start() -> tuple[float, float]:
+    """Return when this process began, in seconds since 1970 and of the monotonic clock; now, where
+    the system does not say."""
+    age = 0.0
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        age = max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        age = 0.0
+    return time.time() - age, time.monotonic() - age
