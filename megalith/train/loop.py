@@ -32,6 +32,7 @@ from megalith.train.callbacks.base import (
     configure_callbacks,
     load_installed_callbacks,
 )
+from megalith.train.callbacks.events import EventsWriter
 from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import (
     Checkpointer,
@@ -179,6 +180,7 @@ class TrainLoop:
         self.lengths = schedule_lengths(
             run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
         )
+        self.events = EventsWriter()
         self.fault_detector = FaultDetector()
         self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
@@ -190,6 +192,7 @@ class TrainLoop:
         uses_trackers = run.observe.wandb is not None or run.observe.mlflow is not None
         self.callbacks = CallbackList(
             [
+                self.events,  # first, so that its times contain no other callback
                 self.run_requests,  # its on_end runs last, when profiles are written
                 ReplicaCheck(),
                 RunFiles(),
@@ -215,7 +218,9 @@ class TrainLoop:
         self._skipped_steps = frozenset(run.train.skip_steps)
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
-        self.view = RunView(prepared, progress.print_line, self.callbacks.request)
+        self.view = RunView(
+            prepared, progress.print_line, self.callbacks.request, self.events.record
+        )
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
@@ -367,10 +372,10 @@ class TrainLoop:
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
         self._phase = f"while step {self.prepared.state.step} was saved"
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("save", step=self.view.step):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
@@ -379,13 +384,13 @@ class TrainLoop:
         if not self.local_checkpointer.is_due():
             return
         self._phase = f"while step {self.prepared.state.step} was saved locally"
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("save_local", step=self.view.step):
             self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""
         self._phase = "while the save in flight was completed"
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
             result = self.checkpointer.drain()
         self._notify_save(result)
 
