@@ -31,6 +31,9 @@ STARTS = "starts.jsonl"
 SUSPECTS = "suspects.jsonl"
 """File of the run folder: one line for each suspect, with host, device, rank and reason."""
 
+RECURRING = "recurring"
+"""Kind of a suspect that faults of several starts name."""
+
 INTERRUPTED_CODE = 130
 """Exit code after Ctrl-C."""
 
@@ -320,12 +323,22 @@ def describe_hosts(hosts: Sequence[str]) -> str:
     return hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
 
 
-def append_suspect(folder: Path, *, host: str, rank: int | None, reason: str) -> None:
-    """Write a suspect host to `suspects.jsonl`, unless it is there for the same reason."""
+def append_suspect(folder: Path, *, host: str, rank: int | None, step: int, reason: str) -> None:
+    """Write a host to `suspects.jsonl` because its faults recur, unless it is there already."""
     records, _ = read_records(folder / SUSPECTS)
-    if any(each.get("host") == host and each.get("reason") == reason for each in records):
+    if any(each.get("host") == host and each.get("kind") == RECURRING for each in records):
         return
-    record = {"host": host, "device": None, "rank": rank, "reason": reason, "time": time.time()}
+    record = {
+        "time": round(time.time(), 3),
+        "step": step,
+        "kind": RECURRING,
+        "rank": rank,
+        "host": host,
+        "device": None,
+        "coordinates": {},
+        "reason": reason,
+        "exits": False,
+    }
     append_record(folder / SUSPECTS, record)
 
 
@@ -337,7 +350,11 @@ def _report_suspects(folder: Path, starts: Sequence[Start]) -> None:
         last = named[-1].exit
         try:
             append_suspect(
-                folder, host=host, rank=None if last is None else last.rank, reason=reason
+                folder,
+                host=host,
+                rank=None if last is None else last.rank,
+                step=named[-1].step,
+                reason=reason,
             )
         except OSError as error:
             _log.warning("%s cannot be written (%s)", folder / SUSPECTS, error)

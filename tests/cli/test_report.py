@@ -95,7 +95,7 @@ def test_killed_and_rolled_back_run(killed_run: Path, capsys: pytest.CaptureFixt
     assert causes["skipped"] == 0
     assert found["goodput"] == pytest.approx(causes["productive"] / found["wall_seconds"])
     counts = found["event_counts"]
-    assert (counts["start"], counts["rollback"], counts["evaluate"], counts["end"]) == (2, 1, 3, 1)
+    assert (counts["start"], counts["rollback"], counts["evaluate"], counts["end"]) == (2, 1, 2, 1)
     assert counts["fault"] == 1, "events of callbacks are kept"
     assert found["best_interval_steps"] >= 1 and found["checkpoint_every"] == 2
     assert found["problems"] == [] and found["notes"] == [] and not found["running"]

@@ -3,7 +3,11 @@ from an older tier, then from an older checkpoint, and is then rejected."""
 
 import json
 import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +47,8 @@ SHORT = {
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record pauses instead of waiting."""
     recorded: list[float] = []
-    monkeypatch.setattr(starts.time, "sleep", recorded.append)
+    clock = SimpleNamespace(**{**vars(time), "sleep": recorded.append})
+    monkeypatch.setattr(starts, "time", clock)
     return recorded
 
 
@@ -125,6 +130,7 @@ def test_crash_loop_continues_from_an_older_checkpoint_and_is_then_rejected(
     assert read_starts(path)[0][-1].step == 4
 
 
+@pytest.mark.slow
 def test_crash_loop_of_a_local_checkpoint_uses_the_persistent_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +160,7 @@ def test_errors_that_the_user_can_fix_do_not_count(tmp_path: Path) -> None:
     assert {start.exit.code for start in attempts if start.exit} == {2}
 
 
+@pytest.mark.slow
 def test_runs_of_the_python_api_are_recorded_and_not_escalated(tmp_path: Path) -> None:
     run, path = tiny_run(SHORT), tmp_path / "run"
     for _ in range(5):
@@ -184,6 +191,7 @@ def _train_rank(rank: int, world: int, path: Path) -> None:
     run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks, starts=log)
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_first_writes_the_cause(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="ZeroDivisionError"):
         run_ranks(_train_rank, 2, tmp_path)
@@ -252,7 +260,8 @@ def test_suspect_hosts_are_written_once(tmp_path: Path) -> None:
             has_older_checkpoint=False,
         )
     ((suspect,), _) = read_records(tmp_path / "suspects.jsonl")
-    assert (suspect["host"], suspect["rank"]) == ("n2", 1)
+    assert (suspect["host"], suspect["rank"], suspect["kind"]) == ("n2", 1, "recurring")
+    assert suspect["exits"] is False
     assert suspect["reason"] == "named by faults of starts 1, 2, 3, 4"
 
 
@@ -270,6 +279,7 @@ def test_incomplete_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
     assert json.loads(file.read_bytes().splitlines()[-1]) == {"kind": "reset"}
 
 
+@pytest.mark.slow
 def test_the_command_rejects_a_crash_loop_and_starts_again_after_a_reset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,3 +290,23 @@ def test_the_command_rejects_a_crash_loop_and_starts_again_after_a_reset(
     assert main(words) == 2
     assert "so this start is rejected" in capsys.readouterr().err
     assert main([*words, "--reset-attempts"]) == 0
+
+
+@pytest.mark.slow
+def test_the_launcher_records_a_killed_rank_and_the_next_start_continues(tmp_path: Path) -> None:
+    fault = {"kind": "kill", "rank": 1, "step": 5, "confirm": "true"}
+    settings = {f"fault_injector.{name}": str(value) for name, value in fault.items()}
+    file = tiny_yaml(tmp_path / "tiny.yaml", SHORT | settings | {"parallel.dp": "2"})
+    path = tmp_path / "run"
+    command = [sys.executable, "-m", "megalith", "train", str(file), "--run", str(path)]
+    codes = [
+        subprocess.run([*command, "--nproc", "2"], capture_output=True, timeout=240).returncode
+        for _ in range(2)
+    ]
+    assert codes == [1, 0]
+    (first, second), problems = read_starts(path)
+    assert first.exit is not None and second.exit is not None and not problems
+    assert (first.exit.cause, first.exit.rank) == ("was killed by signal 9 (SIGKILL)", 1)
+    assert (first.exit.code, first.launcher is None, second.step) == (1, False, 4)
+    assert (second.exit.cause, second.exit.code) == ("done", 0)
+    assert main(["report", str(path), "--json"]) == 0
