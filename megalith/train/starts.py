@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megalith import storage
-from megalith.errors import CheckpointError, UserError
-from megalith.launch.launcher import LAUNCHER, Failure, exception_failure
+from megalith.errors import CheckpointError, RankError, UserError
+from megalith.launch.launcher import FAULT, LAUNCHER, USER_ERROR, Failure, exception_failure
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.plan.starts import (
     MAX_FAILED_STARTS,
@@ -205,24 +205,23 @@ class StartLog:
 
     @contextmanager
     def record_failure(self) -> Iterator[None]:
-        """Write an error that ends this rank, unless our launcher writes it or the rank has only
-        lost another one."""
+        """Write an error that ends this rank, unless our launcher writes it. An error that ends all
+        ranks, or that only shows that another rank has failed, is written by rank 0 alone."""
         try:
             yield
         except BaseException as error:
             if self.launcher is None and self.number:
-                failure = exception_failure(self.rank, error)
-                code = 2 if isinstance(error, UserError) else 1
-                if isinstance(error, KeyboardInterrupt):
-                    code = INTERRUPTED_CODE
-                if self.rank == 0 or not failure.is_consequence:
-                    self.write_exit(
-                        failure.summary,
-                        code,
-                        rank=self.rank,
-                        is_consequence=failure.is_consequence,
-                    )
+                self._write_failure(error)
             raise
+
+    def _write_failure(self, error: BaseException) -> None:
+        failure = exception_failure(self.rank, error)
+        is_consequence = failure.is_consequence or isinstance(error, RankError)
+        code = USER_ERROR if isinstance(error, UserError) else FAULT
+        if isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED_CODE
+        if self.rank == 0 or not (is_consequence or code == USER_ERROR):
+            self.write_exit(failure.summary, code, rank=self.rank, is_consequence=is_consequence)
 
     def write_exit(
         self,

@@ -191,6 +191,22 @@ def _train_rank(rank: int, world: int, path: Path) -> None:
     run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks, starts=log)
 
 
+def test_errors_of_all_ranks_are_written_by_rank_0(tmp_path: Path) -> None:
+    world = build_single_rank_mesh().world
+    first = StartLog(tmp_path, rank=0)
+    first.write_start(world, step=0, newest_step=0, layout="", checkpoint=None, tier="none")
+    other = StartLog(tmp_path, rank=3)
+    other.number = first.number
+    errors = DataError("x"), RankError("y"), RuntimeError("Connection closed by peer")
+    for log in (other, first):
+        for error in errors:
+            with pytest.raises(type(error)), log.record_failure():
+                raise error
+    exits = [each for each in read_records(tmp_path / "starts.jsonl")[0] if each["kind"] == "exit"]
+    assert [(each["rank"], each["code"]) for each in exits] == [(0, 2), (0, 1), (0, 1)]
+    assert [each["is_consequence"] for each in exits] == [False, True, True]
+
+
 @pytest.mark.slow
 def test_the_rank_that_failed_first_writes_the_cause(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="ZeroDivisionError"):
