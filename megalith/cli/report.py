@@ -15,7 +15,7 @@ from megalith.cli.output import print_json
 from megalith.errors import CheckpointError, ConfigError
 from megalith.plan.goodput import CAUSES, GoodputReport, StartReport, compute_goodput
 from megalith.plan.goodput import find_event_problem as find_problem
-from megalith.train.starts import read_records, read_starts
+from megalith.train.start_records import read_records, read_starts
 
 MAX_STARTS = 20
 """Maximum number of starts in the table; the document of --json has all."""

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
     """Make earlier starts of the run not count; in the first process of the job only."""
     from megalith.launch.launcher import LAUNCHER
-    from megalith.train.starts import reset_attempts
+    from megalith.train.start_records import reset_attempts
 
     if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0":
         reset_attempts(_select_folder(run, command))
@@ -87,7 +87,7 @@ def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
 
 def _record_failure(run: TrainRun, command: TrainCommand, failure: "Failure", code: int) -> None:
     """Write into the folder of the run why its ranks have ended."""
-    from megalith.train.starts import record_failure_of_launch
+    from megalith.train.start_records import record_failure_of_launch
 
     record_failure_of_launch(_select_folder(run, command), failure, code)
 

@@ -30,7 +30,7 @@ from megalith.observe.flight import FlightRecorder
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import check_run
-from megalith.train.starts import record_failure_of_launch
+from megalith.train.start_records import record_failure_of_launch
 
 _log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@ from an older tier, then from an older checkpoint, and is then rejected."""
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -25,14 +26,14 @@ from megalith.train import starts
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, StepMetrics
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.starts import (
-    StartLog,
+from megalith.train.start_records import (
     append_record,
     read_records,
     read_starts,
     record_failure_of_launch,
     reset_attempts,
 )
+from megalith.train.starts import StartLog
 
 CPU = torch.device("cpu")
 SHORT = {
@@ -221,7 +222,7 @@ def test_a_launcher_writes_the_exit_of_its_own_starts_once(tmp_path: Path) -> No
     record_failure_of_launch(tmp_path, failure, 1)
     assert not (tmp_path / "starts.jsonl").exists(), "there is no start"
     world = build_single_rank_mesh().world
-    own = StartLog(tmp_path, rank=0, environment={LAUNCHER: f"{starts.os.getpid()}:/tmp/x"})
+    own = StartLog(tmp_path, rank=0, environment={LAUNCHER: f"{os.getpid()}:/tmp/x"})
     fields: dict[str, Any] = {"step": 0, "newest_step": 0, "layout": "", "tier": "none"}
     own.write_start(world, checkpoint=None, **fields)
     with pytest.raises(ZeroDivisionError), own.record_failure():

@@ -17,7 +17,7 @@ from megalith.train.callbacks.base import (
     RunView,
     StepMetrics,
 )
-from megalith.train.starts import append_record
+from megalith.train.start_records import append_record
 from megalith.train.step import StepResult
 from megalith.train.suites import SuiteResults
 
