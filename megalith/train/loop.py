@@ -20,6 +20,7 @@ from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_assignment import describe_uneven_batches
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import (
@@ -113,6 +114,8 @@ def run_training(
         if first:
             for line in list_changed_settings(folder, run):
                 progress.print_line(f"changed since the run was started: {line}")
+            for line in describe_uneven_batches(run, mesh.dp.size):
+                progress.print_line(line)
         _open_checkpoints(folder.checkpoints, mesh)
         try:
             prepared = PreparedRun(run, folder, mesh, device, progress.print_line, starts)

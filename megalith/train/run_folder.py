@@ -16,7 +16,7 @@ from megalith.config.data import (
     TokenizerConfig,
     find_merges_file,
 )
-from megalith.config.train import CONFIG_FILE, TrainRun, load_run
+from megalith.config.train import CONFIG_FILE, TrainRun, load_run, run_path
 from megalith.config.tree import differences, dump_yaml
 from megalith.data.chat_template import TEMPLATE_FILE
 from megalith.data.tokenizer import main_file
@@ -132,10 +132,7 @@ class RunFolder:
 def run_folder(run: TrainRun, name: str | None) -> RunFolder:
     """Return runs/NAME, or the path `name` if it contains a slash before its end or starts with a
     dot."""
-    plain = (name or run.name).rstrip("/")  # shell completion appends a slash
-    if name and (not plain or "/" in plain or plain.startswith(".")):
-        return RunFolder(Path(name))
-    return RunFolder(Path("runs") / plain)
+    return RunFolder(run_path(run, name))
 
 
 def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
