@@ -379,6 +379,7 @@ class Loader:
                 slicing=self.slicing,
                 num_mtp_layers=self.settings.num_mtp_layers,
                 extra=self.extra,
+                num_empty=per_microbatch - len(each),
             )
             for each in samples
         ]
@@ -548,8 +549,10 @@ def build_batch(
     slicing: Slicing = WHOLE,
     num_mtp_layers: int = 0,
     extra: Mapping[str, ExtraTensor] | None = None,
+    num_empty: int = 0,
 ) -> Batch:
     """Build one microbatch of packed tokens from rows, and take this rank's context-parallel shard.
+    The last `num_empty` rows are padding: they count as no tokens and are not routed to experts.
 
     Rows packed by document have their own labels; `masks` applies to the others. `extra`: the extra
     tensors of the samples; None: they are not used.
@@ -564,7 +567,7 @@ def build_batch(
     read = (
         tuple(length for row in packed for length in row.lengths_without_padding)
         if packed
-        else _lengths_of_filled_rows(plain, lengths)
+        else _lengths_of_filled_rows(plain[: len(plain) - num_empty], lengths)
     )
     counted = labels >= 0
     pairs = [
@@ -578,7 +581,9 @@ def build_batch(
     if (places := _places(samples, lengths)) is not None:
         seq_params = with_multimodal_positions(seq_params, places)
     hidden = row_masks(samples, padding=masks.padding)
-    seq_params = _mask_padding(with_row_masks(seq_params, hidden, lengths), samples)
+    seq_params = _mask_padding(
+        with_row_masks(seq_params, hidden, lengths), samples, num_empty=num_empty
+    )
     (own_ids, own_labels), *others = [
         (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
     ]
@@ -688,20 +693,21 @@ def build_pack(
 
 
 def _lengths_of_filled_rows(rows: Sequence[Sample], lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the document lengths of unpacked rows without those of rows that are all padding,
-    which are the last ones."""
-    num_tokens = sum(len(row.ids) - 1 for row in rows if row.num_valid > 0)
+    """Return the document lengths of the first rows of a microbatch, which are not empty."""
+    num_tokens = sum(len(row.ids) - 1 for row in rows)
     return tuple(length for length, end in zip(lengths, accumulate(lengths)) if end <= num_tokens)
 
 
-def _mask_padding(seq_params: PackedSeqParams, rows: Sequence[Row]) -> PackedSeqParams:
-    """Mark the padding of packed rows, and rows that are all padding, which are not routed to
+def _mask_padding(
+    seq_params: PackedSeqParams, rows: Sequence[Row], *, num_empty: int
+) -> PackedSeqParams:
+    """Mark the padding of packed rows, and the last `num_empty` rows, which are not routed to
     experts."""
     text = []
-    for row in rows:
+    for number, row in enumerate(rows):
         size = len(row.ids) - isinstance(row, Sample)
-        num_text = size if isinstance(row, Sample) and row.num_valid else row.num_valid
-        text.append(np.arange(size) < num_text)
+        num_text = row.num_valid if isinstance(row, PackedSample) else size
+        text.append(np.arange(size) < (num_text if number < len(rows) - num_empty else 0))
     if all(row.all() for row in text):
         return seq_params
     return _with_padding_of(seq_params, np.where(np.concatenate(text), 0, -1))
