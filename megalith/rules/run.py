@@ -584,6 +584,18 @@ def check_num_samples(run: TrainRun, world: int) -> str | None:
     )
 
 
+def check_lr_scaling_has_schedule(run: TrainRun, world: int) -> str | None:
+    """Scaling of the learning rate with the batch size needs a batch size that changes."""
+    scaling = run.schedule.scale_lr_with_batch_size
+    if scaling == "none" or run.train.batch_size_schedule:
+        return None
+    return (
+        f"schedule.scale_lr_with_batch_size={scaling} has no effect without "
+        "train.batch_size_schedule: all steps have the same batch size. Set it to none, or set "
+        "train.batch_size_schedule."
+    )
+
+
 def check_routing_trace_has_experts(run: TrainRun, world: int) -> str | None:
     """A routing trace needs a model with routers."""
     if run.observe.routing_trace <= 0 or run.model.moe is not None:
@@ -681,6 +693,7 @@ RULES: tuple[Rule, ...] = (
     check_best_metric,
     check_weight_decay,
     check_num_samples,
+    check_lr_scaling_has_schedule,
     check_sft_tokenizer,
     check_routing_trace_has_experts,
     check_routing_captures_have_trace,

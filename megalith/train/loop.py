@@ -17,7 +17,13 @@ from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
-from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
+from megalith.optim.schedule import (
+    batch_size_factor,
+    group_rates,
+    learning_rate,
+    schedule_lengths,
+    weight_decay,
+)
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import describe_uneven_batches
@@ -297,8 +303,12 @@ class TrainLoop:
         """Run the next step and update the counters."""
         run, state = self.prepared.run, self.prepared.state
         rates = state.scheduled_samples, self.lengths
-        lr = learning_rate(run.schedule, *rates)
-        groups = group_rates(run.optim.groups, run.schedule, *rates)
+        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
+        factor = batch_size_factor(
+            run.schedule, size=num_samples, full_size=run.train.global_batch_size
+        )
+        lr = learning_rate(run.schedule, *rates) * factor
+        groups = group_rates(run.optim.groups, run.schedule, *rates, factor=factor)
         started = time.perf_counter()
         with self.timers.section("data"):
             read_batches = loader.next()
@@ -312,7 +322,6 @@ class TrainLoop:
             groups=groups,
         )
         seconds = time.perf_counter() - started
-        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
         if not result.is_discarded:
             state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
         return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)

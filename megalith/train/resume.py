@@ -54,7 +54,7 @@ from megalith.hf.pretrained import (
     with_optimizer,
 )
 from megalith.observe.machine import peak_memory_gib
-from megalith.optim.schedule import learning_rate, schedule_lengths
+from megalith.optim.schedule import batch_size_factor, learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
@@ -241,7 +241,11 @@ def describe_checkpoint_source(
     lengths = schedule_lengths(
         run.schedule, batch_schedule=batch_schedule, total_steps=run.train.steps
     )
-    rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
+    rate = learning_rate(run.schedule, state.scheduled_samples, lengths) * batch_size_factor(
+        run.schedule,
+        size=batch_schedule.get_batch_size(state.consumed_samples),
+        full_size=run.train.global_batch_size,
+    )
     optimizer = "with a new optimizer state" if fresh else "with its optimizer state"
     last = state.scheduled_samples + batch_schedule.count_samples(
         run.train.steps - state.step, consumed=state.consumed_samples

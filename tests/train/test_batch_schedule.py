@@ -67,6 +67,25 @@ def test_ramp_up_on_several_ranks_equals_one_process(
                 assert row[name] == pytest.approx(expected[name], rel=1e-9), row["step"]
 
 
+@pytest.mark.parametrize(("scaling", "power"), [("sqrt", 0.5), ("linear", 1.0)])
+def test_learning_rate_scales_with_the_batch_size(
+    tmp_path: Path, scaling: str, power: float
+) -> None:
+    settings: dict[str, Override] = {
+        "schedule.style": "constant",
+        "schedule.warmup_steps": "0",
+        "schedule.scale_lr_with_batch_size": scaling,
+        "optim.groups": "[{name: norms, match: ['*norm*'], lr: 1e-3}]",
+        "train.eval_steps": "0",
+        "train.steps": "5",
+    }
+    train(tmp_path, SCHEDULED | settings)
+    logged = rows(tmp_path)
+    factors = [(size / 18) ** power for size in SIZES[:5]]
+    assert [row["lr"] for row in logged] == pytest.approx([1e-2 * each for each in factors])
+    assert [row["lr_norms"] for row in logged] == pytest.approx([1e-3 * each for each in factors])
+
+
 def test_run_resumes_bitwise_in_the_middle_of_a_ramp(tmp_path: Path, reference: Path) -> None:
     schedule = {"schedule.decay_steps": "6"}
     train(tmp_path, SCHEDULED | schedule | {"train.steps": "3"})
@@ -113,6 +132,13 @@ def test_skipped_steps_read_their_samples_and_do_not_train(tmp_path: Path) -> No
         (
             {"train.batch_size_schedule": "[{size: 5}, {samples: 10, size: 7}]"},
             ("[0].size=5 is not", "[1].size=7 is not", "Set train.global_batch_size=7."),
+        ),
+        (
+            {
+                "train.batch_size_schedule": "[]",
+                "schedule.scale_lr_with_batch_size": "sqrt",
+            },
+            ("schedule.scale_lr_with_batch_size=sqrt has no effect without",),
         ),
         (
             {"train.skip_steps": "[0, 7]"},
