@@ -25,6 +25,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import BatchSettings, Loader, MaskSettings, build_mask_settings
+from megalith.data.phases import select_read_phases
 from megalith.data.sample import SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import (
@@ -866,12 +867,16 @@ def may_keep_initial_weights(run: TrainRun) -> bool:
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:
-    """Check that the data and its order are those of the checkpoint.
+    """Check that the data and its order are those of the checkpoint, up to its position in the
+    data: later data phases may have changed.
 
     Raises:
         CheckpointError: the fingerprints differ.
     """
-    if saved.state["data"] != fingerprint:
+    consumed = int(saved.state["train"]["consumed_samples"])
+    if select_read_phases(saved.state["data"], consumed) != select_read_phases(
+        fingerprint, consumed
+    ):
         raise CheckpointError(
             f"{saved.path} was trained on other data or in another order:\n"
             f"  then: {saved.state['data']}\n"

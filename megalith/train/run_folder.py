@@ -49,6 +49,7 @@ FREE_DATA = (
     "data.mmap",
     "data.num_train_samples",
     "data.path",
+    "data.phases",
     "data.train_path",
     "data.valid_path",
     "data.test_path",
@@ -58,7 +59,8 @@ FREE_DATA = (
     "tokenizer.path",
     "lora.load",
 )
-"""Exceptions: these files may move; a fingerprint of their contents is checked instead."""
+"""Exceptions: these files may move, and data phases that have not begun may change; a fingerprint
+of the contents that were read is checked instead."""
 
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"

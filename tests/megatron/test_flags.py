@@ -344,6 +344,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "train.loss_plugin",
         "recompute.device",
         "tokenizer.eod",
+        "data.phases",
         "schedule.scale_lr_with_batch_size",
         "train.balance_rows",
         "train.uneven_batch",
