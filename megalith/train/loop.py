@@ -70,6 +70,7 @@ from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.step import StepRequest, reduce_requests, train_step
 from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
 
@@ -263,7 +264,12 @@ class TrainLoop:
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
             if state.step + 1 in self._skipped_steps:
+                requests = self._combine_requests()
                 self._skip_step(loader)
+                self.callbacks.notify("after_skipped_step", state.step, requests)
+                if self._execute(requests):
+                    outcome = Outcome("stopped", state.step, self._stop_reason())
+                    break
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
@@ -278,16 +284,9 @@ class TrainLoop:
             metrics = self.callbacks.after_step(finished)
             if self.view.is_logged(finished.step):
                 self._log(metrics)
-            requests = finished.result.requests
-            if StepRequest.PROFILE in requests:
-                self.profiler.open_window()
-            self._evaluate(is_requested=StepRequest.EVALUATE in requests)
-            if StepRequest.STOP in requests and state.step < num_steps:
+            if self._execute(finished.result.requests):
                 outcome = Outcome("stopped", state.step, self._stop_reason())
                 break
-            if StepRequest.SAVE in requests:
-                self._save()
-            self._save_local()
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
@@ -298,6 +297,28 @@ class TrainLoop:
             return outcome
         why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
         return replace(outcome, saved=False, reason=why)
+
+    def _combine_requests(self) -> StepRequest:
+        """Return what is executed after the next step, which is skipped. Collective."""
+        prepared = self.prepared
+        requests = self.callbacks.before_skipped_step(prepared.state.step + 1)
+        return reduce_requests(requests, prepared.mesh, prepared.trainer.device)
+
+    def _execute(self, requests: StepRequest) -> bool:
+        """Execute the requests of all ranks, and what is due, after a step; return whether the run
+        stops."""
+        if StepRequest.PROFILE in requests:
+            self.profiler.open_window()
+        self._evaluate(is_requested=StepRequest.EVALUATE in requests)
+        if (
+            StepRequest.STOP in requests
+            and self.prepared.state.step < self.prepared.run.train.steps
+        ):
+            return True
+        if StepRequest.SAVE in requests:
+            self._save()
+        self._save_local()
+        return False
 
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""

@@ -519,6 +519,10 @@ class Checkpointer(Callback):
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Request a save after this step, if it is due or was delayed, or if the batch size or the
         data phase changes after it."""
+        self.before_skipped_step(step)
+
+    def before_skipped_step(self, step: int) -> None:
+        """Request a save after this step, as after any other."""
         every = self._run.config.checkpoint.every
         is_due = every > 0 and (step % every == 0 or self._changes_batches())
         if is_due or self._is_delayed:
