@@ -56,7 +56,7 @@ CASES: dict[str, tuple[int, dict[str, Override], dict[str, Override], dict[str, 
     "ep 2 of experts, zero 3": (
         2,
         EXPERTS,
-        {"parallel.ep": "2", "parallel.zero": "3"},
+        {"parallel.ep": "2", "parallel.zero": "3", "train.micro_batch_size": "3"},
         ONE_MICROBATCH,
     ),
     "dp 2": (2, {"model.dropout.residual": "0.1"}, {}, ONE_MICROBATCH),
