@@ -73,10 +73,29 @@ def run_problems(run: TrainRun, world: int, *, resumes: bool = False) -> list[st
     if count_problems(run):
         return others
     fits = partial(_fits, run, frozenset(others))
-    return (
+    problems = (
         dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, fits=fits)
         + others
     )
+    if resumes and problems and p.dp is None and not any("processes" in text for text in problems):
+        worlds = _find_nearest_worlds(run, world)
+        if worlds:
+            problems[-1] += f" Or use {' or '.join(map(str, worlds))} processes."
+    return problems
+
+
+MOST_TRIED_WORLDS = 8
+"""Numbers of ranks below and above that are tried as advice (heuristic: rules of large models take 0.1 s)."""
+
+
+def _find_nearest_worlds(run: TrainRun, world: int) -> list[int]:
+    """Return the nearest numbers of ranks below and above `world` on which no rule is broken."""
+    unit = run.parallel.tp * run.parallel.cp * run.parallel.pp
+    first = world // unit * unit
+    below = range(first if first < world else first - unit, 0, -unit)[:MOST_TRIED_WORLDS]
+    above = range(first + unit, first + (1 + MOST_TRIED_WORLDS) * unit, unit)
+    nearest = (next((n for n in each if not run_problems(run, n)), 0) for each in (below, above))
+    return [size for size in nearest if size]
 
 
 def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], world: int) -> bool:

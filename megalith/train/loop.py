@@ -12,7 +12,7 @@ from megalith import storage
 from megalith.checkpoint.commit import remove_leftovers
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport
-from megalith.config.train import TrainRun
+from megalith.config.train import TrainRun, load_run
 from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
 from megalith.observe.logs import log_to
@@ -69,7 +69,12 @@ from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
-from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.run_folder import (
+    RunFolder,
+    describe_resize,
+    list_changed_settings,
+    remove_new_folder_on_error,
+)
 from megalith.train.step import StepRequest, reduce_requests, train_step
 from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
@@ -131,6 +136,11 @@ def run_training(
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
+        if first and folder.config.exists():
+            sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
+            for line in describe_resize(load_run(folder.config), run, **sizes):
+                progress.print_line(line)
+        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
         outcome = TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
         if first:
             starts.write_exit(

@@ -376,6 +376,8 @@ class PreparedRun:
             if saved is None
             else None
         )
+        self.saved_world = saved.manifest.world_size if saved is not None else mesh.world.size
+        """Number of ranks that have saved the checkpoint from which the run resumes."""
         start = saved or self.checkpoint_source
         self.state = _read_train_state(start)
         if self.checkpoint_source is not None:

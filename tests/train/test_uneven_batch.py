@@ -140,6 +140,9 @@ def test_number_of_ranks_can_change_to_one_that_does_not_divide(tmp_path: Path) 
     run_on(1, fixed | {"train.steps": "6"} | ONE_MICROBATCH, tmp_path / "one")
     for world, steps in ((2, "2"), (3, "4"), (1, "6")):
         run_on(world, fixed | {"train.steps": steps}, tmp_path / "several")
+    log = (tmp_path / "several" / "log.txt").read_text()
+    assert "number of ranks: 3 instead of 2; batch size, order of the samples" in log
+    assert "number of ranks: 1 instead of 3" in log
     assert_close(stored(tmp_path / "several", 6), stored(tmp_path / "one", 6), CURVE64)
     losses = [[row["loss"] for row in rows(tmp_path / name)] for name in ("several", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9) and len(losses[0]) == 6
@@ -184,6 +187,17 @@ def test_uneven_batches_are_rejected_at_the_start_and_allowed_on_a_resume(tmp_pa
         must_start_workers(run, 3, tmp_path)
     (tmp_path / "config.yaml").touch()
     assert must_start_workers(run, 3, tmp_path)
+
+
+def test_number_of_ranks_that_fits_no_layout_is_rejected_with_the_nearest_ones() -> None:
+    def reject(world: int, **settings: Override) -> str:
+        layout = {f"parallel.{name}": value for name, value in settings.items()}
+        (text,) = run_problems(tiny_run(UNEVEN | layout), world, resumes=True)
+        return text
+
+    assert "use 2 or 4 processes" in reject(3, tp="2")
+    assert reject(5, zero="1", dp_replicate="2").endswith(" Or use 4 or 6 processes.")
+    assert reject(2, zero="1", dp_replicate="4").endswith(" Or use 4 processes.")
 
 
 def test_cost_of_uneven_batches_is_described_for_each_size() -> None:
