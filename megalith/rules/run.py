@@ -85,7 +85,7 @@ def run_problems(run: TrainRun, world: int, *, resumes: bool = False) -> list[st
 
 
 MOST_TRIED_WORLDS = 8
-"""Numbers of ranks below and above that are tried as advice (heuristic: rules of large models take 0.1 s)."""
+"""Numbers of ranks below and above that are tried (heuristic: 0.1 s each for large models)."""
 
 
 def _find_nearest_worlds(run: TrainRun, world: int) -> list[int]:
