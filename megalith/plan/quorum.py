@@ -285,7 +285,8 @@ def assign_sources(
     """
     ordered = sorted(sources)
     return {
-        group: ordered[(offset + index) % len(ordered)] for index, group in enumerate(sorted(behind))
+        group: ordered[(offset + index) % len(ordered)]
+        for index, group in enumerate(sorted(behind))
     }
 
 
@@ -343,7 +344,7 @@ class QuorumState:
             self._note_seen(sender, now)
             return self._reply_epoch([sender])
         self.limits, self.settings = request.limits, dict(request.settings)
-        self._note_state(sender, request.committed_step)
+        self._remove_old_state(sender, request.committed_step)
         waiting_since = now
         if member is not None and member.last_request == sender.request:
             waiting_since = member.waiting_since or now
@@ -357,6 +358,8 @@ class QuorumState:
             last_request=sender.request,
             waiting_since=waiting_since,
         )
+        if self.committed_step is not None and request.committed_step >= self.committed_step:
+            self._note_newest({sender.group: request.committed_step})
         self.version += 1
         return self.update(now)
 
@@ -372,7 +375,9 @@ class QuorumState:
             assert member is not None, "a participant is a member"
             step = (self.committed_step or 0) + 1
             if vote.step != step:
-                reason = f"a vote about step {vote.step} in epoch {vote.epoch}, which is at step {step}"
+                reason = (
+                    f"a vote about step {vote.step} in epoch {vote.epoch}, which is at step {step}"
+                )
                 return [Reply(to=sender, answer=Rejection(reason=reason))]
             member.last_request, member.waiting_since = sender.request, None
             if vote.ok:  # it has received the steps that it missed
@@ -416,7 +421,9 @@ class QuorumState:
         for group in groups:
             member = self.members.get(group)
             if member is not None and member.is_live(now, self.limits):
-                raise ConfigError(f"group {group} is connected; stop it before its state is forgotten.")
+                raise ConfigError(
+                    f"group {group} is connected; stop it before its state is forgotten."
+                )
             if group not in self.committed_by:
                 names = ", ".join(sorted(self.committed_by)) or "none"
                 raise ConfigError(
@@ -485,7 +492,9 @@ class QuorumState:
         if limit is not None and len(self.admitted) - len({*ends, *lost}) >= limit:
             joining = []
         lag = self.limits.max_lag
-        joining = [g for g in joining if self.committed_step - self.members[g].committed_step <= lag]
+        joining = [
+            g for g in joining if self.committed_step - self.members[g].committed_step <= lag
+        ]
         texts = [f"group {group} leaves" for group in ends]
         texts += [f"group {group} is lost" for group in lost if group not in ends]
         texts += [f"group {group} joins" for group in joining]
@@ -519,6 +528,8 @@ class QuorumState:
         senders = dict(voters)
         senders |= {group: self.members[group].sender for group in self._ready_groups(now)}
         candidates = {group: self.members[group].committed_step for group in senders}
+        if candidates and not self.committed_by:  # the newest state is that of these groups
+            self._note_newest(candidates)
         quorum = choose_quorum(
             candidates,
             committed_step=self.committed_step,
@@ -529,12 +540,8 @@ class QuorumState:
         if isinstance(quorum, Waiting):
             self.reason = quorum.reason
             return []
-        if quorum.step != self.committed_step:
-            self.committed_by = {}
-        self.committed_step = quorum.step
-        for group, step in candidates.items():
-            if step == quorum.step or group in quorum.participants:
-                self.committed_by[group] = self.members[group].incarnation
+        for group in quorum.participants:
+            self.committed_by[group] = self.members[group].incarnation
         self.admitted = {group: senders[group] for group in quorum.participants}
         sources = [group for group in quorum.participants if candidates[group] == quorum.step]
         behind = [group for group in quorum.participants if candidates[group] < quorum.step]
@@ -675,12 +682,24 @@ class QuorumState:
             texts.append(f"  and {len(names) - MAX_DIFFERENCES} more")
         return (
             f"group {sender.group} has other settings than the connected groups "
-            f"({', '.join(sorted(others)[:MAX_DIFFERENCES])}). Use the same values:\n" + "\n".join(texts)
+            f"({', '.join(sorted(others)[:MAX_DIFFERENCES])}). Use the same values:\n"
+            + "\n".join(texts)
         )
 
-    def _note_state(self, sender: Sender, committed_step: int) -> None:
-        """Note the steps that the state of a group contains: what its previous process had is lost,
-        and the vote of a group that joins instead of waiting for the decision does not count."""
+    def _note_newest(self, steps: Mapping[str, int]) -> None:
+        """Note the groups that have the newest of some states as those that have the newest
+        committed step."""
+        newest = max(steps.values())
+        if newest != self.committed_step:
+            self.committed_step, self.committed_by = newest, {}
+        for group, step in steps.items():
+            if step == newest:
+                self.committed_by[group] = self.members[group].incarnation
+        self.version += 1
+
+    def _remove_old_state(self, sender: Sender, committed_step: int) -> None:
+        """Remove what the previous process of a group, or this one, had before it joined: the state
+        of the newest step, and a vote for whose decision it does not wait."""
         incarnation = self.committed_by.get(sender.group)
         is_behind = self.committed_step is not None and committed_step < self.committed_step
         if incarnation is not None and (incarnation != sender.incarnation or is_behind):

@@ -40,9 +40,12 @@ class SimulatedGroup:
     request: int = 0
     is_alive: bool = True
     is_partitioned: bool = False
+    has_taken_part: bool = False
     epoch: Epoch | None = None
     message: JoinRequest | Vote | None = None
     """Request that is sent again until it is answered."""
+
+    asked_at: float = 0.0
 
     @property
     def step(self) -> int:
@@ -161,13 +164,26 @@ class Simulation:
                 group: sender.incarnation for group, sender in state.admitted.items()
             }
             for group in self.groups.values():
-                newest = self.newest_step(group)
+                newest = self.newest_step(group) if group.has_taken_part else 0
                 assert newest <= state.epoch.step, (
                     f"epoch {state.epoch.number} begins at step {state.epoch.step}, but group "
                     f"{group.name} is alive and has committed step {newest}"
                 )
 
+            if before is not None and state.epoch.step < before:
+                self.remove_lost_steps(state.epoch)
+
     participants: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def remove_lost_steps(self, epoch: Epoch) -> None:
+        """Remove the checkpoint, and processes that have loaded but not joined, if all groups that
+        had the newest steps are dead and the others continue from an older state."""
+        source = self.groups[next(g for g in epoch.participants if g not in epoch.recover_from)]
+        for group in self.groups.values():
+            if not group.has_taken_part and group.history != source.history[: group.step]:
+                group.is_alive, group.message = False, None
+        if self.checkpoint != source.history[: len(self.checkpoint)]:
+            self.checkpoint = source.history
 
     def newest_step(self, group: SimulatedGroup) -> int:
         """Committed steps of a live process, with one whose decision it has not received yet."""
@@ -182,7 +198,8 @@ class Simulation:
             if group.is_alive:
                 beat = partial(self.beat, group.name, group.incarnation)
                 self.transmit(group, beat)
-                self.send(group)
+                if self.now - group.asked_at > 1:
+                    self.send(group)
         self.handle(lambda state: state.update(self.now))
         self.at(1.0, self.tick)
 
@@ -232,7 +249,7 @@ class Simulation:
 
     def ask(self, group: SimulatedGroup, message: JoinRequest | Vote) -> None:
         group.request += 1
-        group.message = message
+        group.message, group.asked_at = message, self.now
         self.send(group)
 
     def send(self, group: SimulatedGroup) -> None:
@@ -259,9 +276,7 @@ class Simulation:
             assert isinstance(message, Vote)
             self.apply_decision(group, message, answer)
 
-    def ask_again(
-        self, group: SimulatedGroup, request: int, message: JoinRequest | Vote
-    ) -> None:
+    def ask_again(self, group: SimulatedGroup, request: int, message: JoinRequest | Vote) -> None:
         if group.is_alive and group.request == request:
             self.ask(group, message)
 
@@ -286,6 +301,7 @@ class Simulation:
 
     def enter_epoch(self, group: SimulatedGroup, epoch: Epoch) -> None:
         group.epoch = epoch
+        group.has_taken_part |= epoch.has(group.name)
         if not epoch.has(group.name):
             self.at(self.rng.uniform(0.5, 4), partial(self.recover, group, epoch))
         elif group.name in epoch.recover_from:
@@ -349,7 +365,7 @@ def run_history(seed: int) -> Simulation:
     simulation.at(1.0, simulation.tick)
     for name in names:
         simulation.at(rng.uniform(0, 3), partial(simulation.start_group, name))
-    duration = rng.uniform(10, 30)
+    duration = rng.uniform(5, 20)
     for _ in range(rng.randint(0, 8)):
         name = rng.choice(names)
         fault = rng.choice(["kill", "kill", "partition", "crash", "leave"])
@@ -362,7 +378,9 @@ def run_history(seed: int) -> Simulation:
             simulation.at(moment, partial(simulation.set_partitioned, name, True))
             simulation.at(end, partial(simulation.set_partitioned, name, False))
             continue
-        simulation.at(moment, partial(getattr(simulation, {"kill": "kill_group"}.get(fault, fault)), name))
+        simulation.at(
+            moment, partial(getattr(simulation, {"kill": "kill_group"}.get(fault, fault)), name)
+        )
         simulation.at(moment + rng.uniform(0.1, 8), partial(simulation.start_group, name))
     simulation.run(duration)
     require_progress(simulation, names)
@@ -375,14 +393,14 @@ def require_progress(simulation: Simulation, names: str) -> None:
     simulation.restart_coordinator()
     for name in names:
         simulation.set_partitioned(name, False)
-    simulation.run(simulation.now + 4 * TIMEOUT)
     for name in names:
         simulation.start_group(name)
-    simulation.run(simulation.now + 6 * TIMEOUT)
-    assert simulation.state is not None
     number = len(simulation.commits)
-    simulation.run(simulation.now + 2 * TIMEOUT)
-    assert len(simulation.commits) > number, f"no progress: {simulation.state.reason}"
+    deadline = simulation.now + 12 * TIMEOUT
+    while len(simulation.commits) < number + 2:
+        assert simulation.state is not None
+        assert simulation.now < deadline, f"no progress: {simulation.state.reason}"
+        simulation.run(simulation.now + 1)
     for (epoch, step), participants in simulation.commits.items():
         for group in simulation.groups.values():
             if group.is_alive and participants.get(group.name) == group.incarnation:
