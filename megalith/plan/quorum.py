@@ -36,8 +36,8 @@ MAX_DIFFERENCES = 20
 """Differing settings that a message lists. Heuristic: more are not read."""
 
 DISCONNECT_FRACTION = 0.1
-"""Part of `timeout_seconds` within which a group whose connection ended may connect again. Heuristic:
-the connection of a killed process ends at once, so its loss is detected early."""
+"""Part of `timeout_seconds` within which a group whose connection ended may connect again.
+Heuristic: the connection of a killed process ends at once, so its loss is detected early."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class QuorumLimits:
     for the vote of the others."""
 
     max_lag: int = 1
-    """Committed steps that a joining group may miss when it is admitted, at least 1, since the others
-    commit a step before the next epoch begins. It receives them from `Epoch.recover_from` after the
-    start of the epoch."""
+    """Committed steps that a joining group may miss when it is admitted, at least 1, since the
+    others commit a step before the next epoch begins. It receives them from `Epoch.recover_from`
+    after the start of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,10 @@ def choose_quorum(
         previous: participants of the last epoch, which precede other groups.
 
     >>> choose_quorum(
-    ...     {"b": 7, "a": 7, "c": 3}, committed_step=7, committed_by=["a", "b"], previous=["a", "b"],
+    ...     {"b": 7, "a": 7, "c": 3},
+    ...     committed_step=7,
+    ...     committed_by=["a", "b"],
+    ...     previous=["a", "b"],
     ...     limits=QuorumLimits(min_groups=2),
     ... )
     Quorum(participants=('a', 'b'), step=7)
@@ -259,17 +262,16 @@ def choose_quorum(
         return Waiting(reason="no group is ready")
     step = max(candidates.values())
     alive = sorted(committed_by)
-    if committed_step is not None and step < committed_step:
-        if alive:
-            return Waiting(
-                reason=f"step {committed_step} was committed by groups {', '.join(alive)}, and none of "
-                f"them has joined again; the newest state of the other groups is step {step}"
-            )
+    if committed_step is not None and step < committed_step and alive:
+        return Waiting(
+            reason=f"step {committed_step} was committed by groups {', '.join(alive)}, and none of "
+            f"them has joined again; the newest state of the other groups is step {step}"
+        )
     current = [group for group, has in candidates.items() if step - has <= limits.max_lag]
     if len(current) < limits.min_groups:
         return Waiting(
-            reason=f"{len(current)} of at least replica_group.min_groups={limits.min_groups} groups "
-            f"are ready at step {step}"
+            reason=f"{len(current)} of at least replica_group.min_groups={limits.min_groups} "
+            f"groups are ready at step {step}"
         )
     current.sort(key=lambda group: (candidates[group] != step, group not in previous, group))
     return Quorum(participants=tuple(sorted(current[: limits.max_groups])), step=step)
@@ -416,23 +418,34 @@ class QuorumState:
         """Consider the state of groups as lost, as their user has confirmed.
 
         Raises:
-            ConfigError: a group is connected, or the newest step does not depend on it.
+            ConfigError: the newest step does not depend on a group.
         """
         for group in groups:
-            member = self.members.get(group)
-            if member is not None and member.is_live(now, self.limits):
-                raise ConfigError(
-                    f"group {group} is connected; stop it before its state is forgotten."
-                )
             if group not in self.committed_by:
                 names = ", ".join(sorted(self.committed_by)) or "none"
                 raise ConfigError(
-                    f"group {group} does not have the newest committed step. Groups that have it: {names}."
+                    f"--forget={group}: the newest committed step does not depend on this group. "
+                    f"It depends on: {names}."
                 )
             del self.committed_by[group]
             self.members.pop(group, None)
             self.version += 1
         return self.update(now)
+
+    def describe_member(self, group: str, now: float) -> str:
+        """Return what a group does, as far as the coordinator knows."""
+        member = self.members[group]
+        if not member.is_live(now, self.limits):
+            return "lost"
+        if member.disconnected_at is not None:
+            return "disconnected"
+        if member.waiting_since is not None:
+            return "waiting"
+        if member.is_recovering:
+            return "recovering"
+        if self.is_open and self._is_admitted(member.sender):
+            return "voted" if group in self.open_vote.votes else "training"
+        return "idle"
 
     # -- decisions -----------------------------------------------------------------------------
 
@@ -638,27 +651,30 @@ class QuorumState:
         self, sender: Sender, request: JoinRequest, member: Member | None, now: float
     ) -> Rejection | None:
         """Return why a group cannot join; None: it can."""
-        if member is not None and member.incarnation != sender.incarnation:
-            if member.is_live(now, self.limits) and member.disconnected_at is None:
-                return Rejection(
-                    reason=f"replica_group.id={sender.group} is already used by a connected group. Use "
-                    "another id, or stop that group.",
-                    retry=True,
-                )
+        if member is not None and self._is_other_process(member, sender, now):
+            return Rejection(
+                reason=f"replica_group.id={sender.group} is already used by a connected group. Use "
+                "another id, or stop that group.",
+                retry=True,
+            )
         if len(self.members) >= MAX_MEMBERS and member is None:
             self._remove_lost_members(now)
             if len(self.members) >= MAX_MEMBERS:
                 return Rejection(reason=f"{MAX_MEMBERS} groups have joined; there cannot be more.")
         if reason := self._compare_settings(sender, request, now):
             return Rejection(reason=reason)
-        if self.is_open and self.committed_step is not None:
-            if request.committed_step > self.committed_step:
-                return Rejection(
-                    reason=f"group {sender.group} has state of step {request.committed_step}, but the "
-                    f"groups that train are at step {self.committed_step}. Let it load the "
-                    "checkpoint of this run, or give the other run a coordinator of its own."
-                )
+        if self.is_open and request.committed_step > (self.committed_step or 0):
+            return Rejection(
+                reason=f"group {sender.group} has state of step {request.committed_step}, but the "
+                f"groups that train are at step {self.committed_step}. Let it load the checkpoint "
+                "of this run, or give the other run a coordinator of its own."
+            )
         return None
+
+    def _is_other_process(self, member: Member, sender: Sender, now: float) -> bool:
+        """Return whether a connected process uses the id of a group that another one joins."""
+        is_connected = member.is_live(now, self.limits) and member.disconnected_at is None
+        return is_connected and member.incarnation != sender.incarnation
 
     def _compare_settings(self, sender: Sender, request: JoinRequest, now: float) -> str:
         """Return how the settings of a group differ from those of the others that are live."""
