@@ -36,9 +36,15 @@ from megalith.launch.coordinator_protocol import (
 )
 from megalith.plan.quorum import QuorumState, Reply, Sender
 
-STATE_FILE = "state.json"
+STATE_FILE = "state.jsonl"
+"""First line: the record; further lines: commits after it. A power cut may leave an incomplete last
+line, whose commit no group has learned of."""
+
 LOCK_FILE = "lock"
 STATE_VERSION = 1
+MAX_COMMIT_LINES = 10_000
+"""Commits after which the file is written anew. Heuristic: 500 KB."""
+
 
 MAX_CONNECTIONS = 2048
 HELLO_SECONDS = 10.0
@@ -69,6 +75,8 @@ class StateFolder:
             ConfigError: another coordinator uses it, or it cannot be written to.
         """
         self.path = folder
+        self._commits: IO[bytes] | None = None
+        self._num_commits = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115
@@ -100,25 +108,47 @@ class StateFolder:
         path = self.path / STATE_FILE
         advice = "Restore it, or delete it if all groups have ended: they then load checkpoints."
         try:
-            record = storage.parse_json(storage.read_bytes(path, max_nbytes=64 << 20))
+            lines = storage.read_bytes(path, max_nbytes=64 << 20).split(b"\n")
+            record = storage.parse_json(lines[0])
+            commits = [storage.parse_json(line)["commit"] for line in lines[1:-1]]
         except FileNotFoundError:
             return secrets.token_hex(8), QuorumState()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path} cannot be read ({error}). {advice}") from None
         if not isinstance(record, dict) or record.get("version") != STATE_VERSION:
             raise ConfigError(f"{path} is not the state of this version of megalith. {advice}")
         try:
-            return str(record["id"]), QuorumState.from_record(record["quorum"], time.monotonic())
-        except (KeyError, PlanError) as error:
+            quorum = QuorumState.from_record(record["quorum"], time.monotonic())
+            for epoch, step in commits:
+                quorum.restore_commit(epoch, step)
+            return str(record["id"]), quorum
+        except (KeyError, TypeError, ValueError, PlanError) as error:
             raise ConfigError(f"{path}: {error} {advice}") from None
 
     def store(self, identity: str, quorum: QuorumState) -> None:
         """Replace the state on disk atomically."""
         record = {"version": STATE_VERSION, "id": identity, "quorum": quorum.to_record()}
-        storage.replace_file(self.path / STATE_FILE, json.dumps(record).encode())
+        if self._commits is not None:
+            self._commits.close()
+            self._commits = None
+        storage.replace_file(self.path / STATE_FILE, json.dumps(record).encode() + b"\n")
+        self._commits = open(self.path / STATE_FILE, "ab", buffering=0)  # noqa: SIM115
+        self._num_commits = 0
+
+    def append_commit(self, identity: str, quorum: QuorumState) -> None:
+        """Store the newest commit, in one line that is on disk when this returns."""
+        if self._commits is None or self._num_commits >= MAX_COMMIT_LINES or quorum.epoch is None:
+            self.store(identity, quorum)
+            return
+        commit = {"commit": [quorum.epoch.number, quorum.committed_step]}
+        self._commits.write(json.dumps(commit).encode() + b"\n")
+        os.fdatasync(self._commits.fileno())
+        self._num_commits += 1
 
     def close(self) -> None:
         """Release the lock."""
+        if self._commits is not None:
+            self._commits.close()
         self._lock.close()
 
 
@@ -157,7 +187,8 @@ class CoordinatorServer:
     status_address: str = ""
     _identity: str = ""
     _quorum: QuorumState = field(default_factory=QuorumState)
-    _version: int = 0
+    _stored: tuple[int, int | None] = (-1, None)
+    """Version and committed step that are on disk."""
     _connections: dict[str, GroupConnection] = field(default_factory=dict)
     _num_connections: int = 0
     _started: float = field(default_factory=time.monotonic)
@@ -171,7 +202,6 @@ class CoordinatorServer:
             ConfigError: the state is damaged, or a port is in use.
         """
         self._identity, self._quorum = self.folder.load()
-        self._version = self._quorum.version
         self._failure = asyncio.get_running_loop().create_future()
         self._quorum.forget(self.forget, time.monotonic())
         self._store()
@@ -367,10 +397,14 @@ class CoordinatorServer:
         """Store the state if it has changed; an error ends the server without any reply, so that
         no group learns a decision that a restart would not know."""
         assert self._failure is not None, "the server has been started"
-        if self._quorum.version == self._version or self._failure.done():
+        state = (self._quorum.version, self._quorum.committed_step)
+        if state == self._stored or self._failure.done():
             return
         try:
-            self.folder.store(self._identity, self._quorum)
+            if state[0] != self._stored[0]:
+                self.folder.store(self._identity, self._quorum)
+            else:
+                self.folder.append_commit(self._identity, self._quorum)
         except OSError as error:
             self._failure.set_exception(
                 ConfigError(
@@ -379,7 +413,7 @@ class CoordinatorServer:
                 )
             )
             return
-        self._version = self._quorum.version
+        self._stored = state
 
     # -- status page ---------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ a step keeps what it needs to apply the update until it receives the decision. E
 ends the epoch, so that (epoch, step) names one vote.
 
 `QuorumState` contains the whole state of the coordinator and performs no input or output: its
-methods take messages and the time in seconds of any monotonic clock, and return replies. The caller
-stores `to_record()` whenever `version` has changed, before it sends the replies; with
-`from_record` a restarted coordinator continues. These properties hold for any order, loss or delay
+methods take messages and the time in seconds of any monotonic clock, and return replies. Before it
+sends them, the caller stores `to_record()` if `version` has changed, or else the epoch and the
+committed step if that has changed; a restarted coordinator continues with `from_record` and
+`restore_commit`. These properties hold for any order, loss or delay
 of messages and any restart of the coordinator (tests/plan/test_quorum.py):
 
 - a step is committed by all participants of its epoch or by none;
@@ -316,7 +317,8 @@ class QuorumState:
     history: list[CommittedRange] = field(default_factory=list)
     next_incarnation: int = 1
     version: int = 0
-    """Increases with every change that must be stored before the replies are sent."""
+    """Increases with every change, other than a commit, that has to be stored before the replies
+    are sent."""
 
     open_vote: OpenVote = field(default_factory=OpenVote)
     reason: str = "no group has joined"
@@ -476,9 +478,17 @@ class QuorumState:
 
     def _commit(self, now: float) -> list[Reply]:
         """Commit the step of the open epoch, and continue the epoch or begin the next one."""
+        self._advance()
+        if reason := self._membership_change(now):
+            return self._close_epoch(commit=True, reason=reason, now=now)
+        requests = self.open_vote.requests.values()
+        self.open_vote = OpenVote()
+        return [Reply(to=sender, answer=Decision(commit=True)) for sender in requests]
+
+    def _advance(self) -> None:
+        """Increase the committed step by one, as the participants of the open epoch do."""
         assert self.epoch is not None and self.committed_step is not None, "an epoch is open"
         self.committed_step += 1
-        self.version += 1
         self.committed_by = {group: sender.incarnation for group, sender in self.admitted.items()}
         if self.history and self.history[-1].epoch == self.epoch.number:
             self.history[-1].last = self.committed_step
@@ -489,11 +499,6 @@ class QuorumState:
         for group in self.admitted:
             if (member := self._member_of(group)) is not None:
                 member.committed_step = self.committed_step
-        if reason := self._membership_change(now):
-            return self._close_epoch(commit=True, reason=reason, now=now)
-        requests = self.open_vote.requests.values()
-        self.open_vote = OpenVote()
-        return [Reply(to=sender, answer=Decision(commit=True)) for sender in requests]
 
     def _membership_change(self, now: float) -> str:
         """Return why the participants have to change after a committed step; empty: they stay."""
@@ -863,6 +868,20 @@ class QuorumState:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"the state of the coordinator is damaged: {error!r}.") from None
+
+    def restore_commit(self, epoch: int, step: int) -> None:
+        """Apply a commit that was stored after the record.
+
+        Raises:
+            PlanError: the step does not follow the committed step of the open epoch.
+        """
+        number = None if self.epoch is None or not self.is_open else self.epoch.number
+        if number != epoch or step != (self.committed_step or 0) + 1:
+            raise PlanError(
+                f"the state of the coordinator is damaged: a commit of step {step} in epoch "
+                f"{epoch} follows step {self.committed_step} in epoch {number}."
+            )
+        self._advance()
 
 
 def _limits_as_settings(limits: QuorumLimits) -> dict[str, str]:

@@ -77,6 +77,7 @@ class Simulation:
     groups: dict[str, SimulatedGroup] = field(default_factory=dict)
     state: QuorumState | None = field(default_factory=QuorumState)
     record: dict = field(default_factory=lambda: QuorumState().to_record())
+    later_commits: list[tuple[int, int]] = field(default_factory=list)
     version: int = 0
     checkpoint: tuple[int, ...] = ()
     newest_epoch: int = 0
@@ -114,14 +115,11 @@ class Simulation:
         before = self.state.committed_step
         number = self.state.epoch.number if self.state.epoch else 0
         replies = call(self.state)
-        if self.state.version != self.version:
+        if self.state.version != self.version or self.state.committed_step != before:
             if self.rng.random() < self.rates.crash:
                 self.crash()
                 return
-            self.version = self.state.version
-            self.record = self.state.to_record()
-            if self.check_json:
-                self.record = json.loads(json.dumps(self.record))
+            self.store(self.state)
             self.check_stored(before, number)
             if self.rng.random() < self.rates.crash:
                 self.crash()
@@ -131,6 +129,17 @@ class Simulation:
             if group is not None and group.incarnation == reply.to.incarnation:
                 self.transmit(group, partial(self.receive, group, reply.to.request, reply.answer))
 
+    def store(self, state: QuorumState) -> None:
+        """Store the record, or only a commit, as the coordinator does."""
+        if state.version == self.version:
+            assert state.epoch is not None and state.committed_step is not None
+            self.later_commits.append((state.epoch.number, state.committed_step))
+            return
+        self.version = state.version
+        self.record, self.later_commits = state.to_record(), []
+        if self.check_json:
+            self.record = json.loads(json.dumps(self.record))
+
     def crash(self) -> None:
         self.state = None
         self.at(self.rng.uniform(0.1, 2 * TIMEOUT), self.restart_coordinator)
@@ -138,6 +147,8 @@ class Simulation:
     def restart_coordinator(self) -> None:
         if self.state is None:
             self.state = QuorumState.from_record(self.record, self.now)
+            for epoch, step in self.later_commits:
+                self.state.restore_commit(epoch, step)
             self.version = self.state.version
 
     def check_stored(self, before: int | None, number: int) -> None:
