@@ -321,7 +321,7 @@ class QuorumState:
     are sent."""
 
     open_vote: OpenVote = field(default_factory=OpenVote)
-    reason: str = "no group has joined"
+    reason: str = "no group is ready"
     """Why no epoch is open, or why the last one ended."""
 
     num_discarded: int = 0
