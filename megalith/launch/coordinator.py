@@ -24,7 +24,7 @@ from megalith.launch.coordinator_protocol import (
     MAX_MESSAGE_NBYTES,
     PROTOCOL,
     Message,
-    ProtocolError,
+    CoordinatorMessageError,
     decode_message,
     encode_message,
     encode_reply,
@@ -34,10 +34,10 @@ from megalith.launch.coordinator_protocol import (
     read_text,
     read_vote,
 )
-from megalith.plan.quorum import QuorumState, Reply, Sender
+from megalith.plan.quorum import QuorumState, QuorumReply, Sender
 
 STATE_FILE = "state.jsonl"
-"""First line: the record; further lines: commits after it. A power cut may leave an incomplete last
+"""First line: the record; other lines: commits after it. A power cut may leave an incomplete last
 line, whose commit no group has learned of."""
 
 LOCK_FILE = "lock"
@@ -283,14 +283,14 @@ class CoordinatorServer:
         self._num_connections += 1
         try:
             if self._num_connections > MAX_CONNECTIONS:
-                raise ProtocolError(f"there are {MAX_CONNECTIONS} connections already")
+                raise CoordinatorMessageError(f"there are {MAX_CONNECTIONS} connections already")
             line = await asyncio.wait_for(_read_line(reader), HELLO_SECONDS)
             connection = self._welcome(decode_message(line), writer)
             while self._failure is not None and not self._failure.done():
                 idle_seconds = max(2 * self._quorum.limits.timeout_seconds, HELLO_SECONDS)
                 line = await asyncio.wait_for(_read_line(reader), idle_seconds)
                 self._handle(connection, decode_message(line))
-        except ProtocolError as error:
+        except CoordinatorMessageError as error:
             if not writer.is_closing():
                 writer.write(encode_message("error", reason=str(error)))
         except (OSError, EOFError, TimeoutError, ValueError):
@@ -308,12 +308,12 @@ class CoordinatorServer:
         """Register a process, or recognize one that connects again.
 
         Raises:
-            ProtocolError: the message is not valid, or was meant for another coordinator.
+            CoordinatorMessageError: the message is not valid, or was meant for another coordinator.
         """
         if message["kind"] != "hello":
-            raise ProtocolError("the first message is not hello")
+            raise CoordinatorMessageError("the first message is not hello")
         if (protocol := read_number(message, "protocol")) != PROTOCOL:
-            raise ProtocolError(
+            raise CoordinatorMessageError(
                 f"the group uses version {protocol} of the messages, the coordinator {PROTOCOL}. "
                 "Use the same version of megalith for both"
             )
@@ -321,18 +321,20 @@ class CoordinatorServer:
         incarnation = read_number(message, "incarnation")
         identity = read_text(message, "coordinator")
         if identity and identity != self._identity:
-            raise ProtocolError(
+            raise CoordinatorMessageError(
                 f"the coordinator at {self.address} has other state than the one that group "
                 f"{group} joined (--state={self.folder.path}). Start it again with the folder of "
                 "the first one, or restart all groups from a checkpoint"
             )
         if incarnation >= self._quorum.next_incarnation:
-            raise ProtocolError(f"incarnation={incarnation} of group {group} is not known")
+            raise CoordinatorMessageError(
+                f"incarnation={incarnation} of group {group} is not known"
+            )
         if incarnation == 0:
             incarnation = self._quorum.register()
             self._store()
             if self._failure is not None and self._failure.done():
-                raise ProtocolError("the coordinator cannot store its state and stops")
+                raise CoordinatorMessageError("the coordinator cannot store its state and stops")
         connection = GroupConnection(group, incarnation, writer)
         self._quorum.note_heartbeat(group, incarnation, time.monotonic())
         connection.send(
@@ -354,7 +356,7 @@ class CoordinatorServer:
         """Apply one message of a group to the quorum.
 
         Raises:
-            ProtocolError: the message is not valid.
+            CoordinatorMessageError: the message is not valid.
         """
         now = time.monotonic()
         kind = message["kind"]
@@ -377,10 +379,10 @@ class CoordinatorServer:
         elif kind == "leave":
             replies = self._quorum.leave(sender, now)
         else:
-            raise ProtocolError(f"kind={kind!r:.100} is not a message of a group")
+            raise CoordinatorMessageError(f"kind={kind!r:.100} is not a message of a group")
         self._send(replies, connection)
 
-    def _send(self, replies: list[Reply], source: GroupConnection | None = None) -> None:
+    def _send(self, replies: list[QuorumReply], source: GroupConnection | None = None) -> None:
         """Store the state if it has changed, then send replies; `source`: the connection of the
         message, which may not be that of its group yet."""
         self._store()
@@ -480,12 +482,14 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
     Raises:
         EOFError: the connection has ended.
-        ProtocolError: the line is too long.
+        CoordinatorMessageError: the line is too long.
     """
     try:
         return await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError:
-        raise ProtocolError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes") from None
+        raise CoordinatorMessageError(
+            f"a message has more than {MAX_MESSAGE_NBYTES} bytes"
+        ) from None
 
 
 def format_status(status: Status) -> str:

@@ -19,7 +19,7 @@ from megalith.launch.coordinator_protocol import (
     MAX_MESSAGE_NBYTES,
     PROTOCOL,
     Message,
-    ProtocolError,
+    CoordinatorMessageError,
     decode_message,
     decode_reply,
     encode_message,
@@ -251,7 +251,7 @@ class CoordinatorClient:
                     reader = self._greet(connection)
                     backoff = POLL_SECONDS / 4
                     self._read_replies(connection, reader)
-            except (OSError, ProtocolError) as error:
+            except (OSError, CoordinatorMessageError) as error:
                 _log.debug("connection with the coordinator: %s", error)
             finally:
                 with self._changed:
@@ -339,11 +339,11 @@ class LineReader:
 
         Raises:
             OSError: the connection has ended.
-            ProtocolError: the message is not valid.
+            CoordinatorMessageError: the message is not valid.
         """
         while (end := self._data.find(b"\n")) < 0:
             if len(self._data) > MAX_MESSAGE_NBYTES:
-                raise ProtocolError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes")
+                raise CoordinatorMessageError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes")
             seconds = max(deadline - time.monotonic(), 0.0)
             if not select.select([self._connection], [], [], seconds)[0]:
                 return None

@@ -45,7 +45,7 @@ GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Message = dict[str, Any]  # Any: JSON
 
 
-class ProtocolError(Exception):
+class CoordinatorMessageError(Exception):
     """A message that does not have the required form."""
 
 
@@ -62,16 +62,16 @@ def decode_message(line: bytes) -> Message:
     """Return the message of one line.
 
     Raises:
-        ProtocolError: it is too long, not JSON, or not an object with a kind.
+        CoordinatorMessageError: it is too long, not JSON, or not an object with a kind.
     """
     if len(line) > MAX_MESSAGE_NBYTES:
-        raise ProtocolError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes")
+        raise CoordinatorMessageError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes")
     try:
         message = storage.parse_json(line)
     except ValueError as error:
-        raise ProtocolError(f"a message is not JSON: {error!s:.200}") from None
+        raise CoordinatorMessageError(f"a message is not JSON: {error!s:.200}") from None
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-        raise ProtocolError("a message is not an object with the field kind")
+        raise CoordinatorMessageError("a message is not an object with the field kind")
     return message
 
 
@@ -79,11 +79,13 @@ def read_text(message: Mapping[str, Any], name: str) -> str:  # Any: JSON
     """Return a field that is a text of bounded length.
 
     Raises:
-        ProtocolError: it is not.
+        CoordinatorMessageError: it is not.
     """
     value = message.get(name)
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise ProtocolError(f"{name}={value!r:.100} is not a text of at most {MAX_TEXT} characters")
+        raise CoordinatorMessageError(
+            f"{name}={value!r:.100} is not a text of at most {MAX_TEXT} characters"
+        )
     return value
 
 
@@ -91,11 +93,13 @@ def read_number(message: Mapping[str, Any], name: str, *, least: int = 0) -> int
     """Return a field that is an integer of at least `least`.
 
     Raises:
-        ProtocolError: it is not.
+        CoordinatorMessageError: it is not.
     """
     value = message.get(name)
     if type(value) is not int or not least <= value <= MAX_NUMBER:
-        raise ProtocolError(f"{name}={value!r:.100} is not an integer from {least} to {MAX_NUMBER}")
+        raise CoordinatorMessageError(
+            f"{name}={value!r:.100} is not an integer from {least} to {MAX_NUMBER}"
+        )
     return value
 
 
@@ -103,11 +107,11 @@ def read_flag(message: Mapping[str, Any], name: str) -> bool:  # Any: JSON
     """Return a field that is true or false.
 
     Raises:
-        ProtocolError: it is not.
+        CoordinatorMessageError: it is not.
     """
     value = message.get(name)
     if not isinstance(value, bool):
-        raise ProtocolError(f"{name}={value!r:.100} is not true or false")
+        raise CoordinatorMessageError(f"{name}={value!r:.100} is not true or false")
     return value
 
 
@@ -115,11 +119,11 @@ def read_group(message: Mapping[str, Any]) -> str:  # Any: JSON
     """Return the id of a group.
 
     Raises:
-        ProtocolError: it is not valid.
+        CoordinatorMessageError: it is not valid.
     """
     group = read_text(message, "group")
     if not GROUP_NAME.fullmatch(group):
-        raise ProtocolError(
+        raise CoordinatorMessageError(
             f"replica_group.id={group!r:.100} is not valid. Use letters, digits, '.', '_' and '-', "
             "at most 64, such as group-0"
         )
@@ -130,11 +134,11 @@ def read_join(message: Message) -> JoinRequest:
     """Return the join request of a message.
 
     Raises:
-        ProtocolError: a field is not valid.
+        CoordinatorMessageError: a field is not valid.
     """
     settings = message.get("settings")
     if not isinstance(settings, dict):
-        raise ProtocolError("settings is not an object")
+        raise CoordinatorMessageError("settings is not an object")
     return JoinRequest(
         committed_step=read_number(message, "committed_step"),
         limits=_read_limits(message.get("limits")),
@@ -148,7 +152,7 @@ def read_vote(message: Message) -> Vote:
     """Return the vote of a message.
 
     Raises:
-        ProtocolError: a field is not valid.
+        CoordinatorMessageError: a field is not valid.
     """
     return Vote(
         epoch=read_number(message, "epoch", least=1),
@@ -160,14 +164,14 @@ def read_vote(message: Message) -> Vote:
 
 def _read_limits(value: Any) -> QuorumLimits:  # Any: JSON
     if not isinstance(value, dict):
-        raise ProtocolError("limits is not an object")
+        raise CoordinatorMessageError("limits is not an object")
     min_groups = read_number(value, "min_groups", least=1)
     max_groups = value.get("max_groups")
     if max_groups is not None:
         max_groups = read_number(value, "max_groups", least=min_groups)
     timeout = value.get("timeout_seconds")
     if not isinstance(timeout, int | float) or not 0 < timeout < MAX_NUMBER:
-        raise ProtocolError(f"timeout_seconds={timeout!r:.100} is not a positive number")
+        raise CoordinatorMessageError(f"timeout_seconds={timeout!r:.100} is not a positive number")
     return QuorumLimits(
         min_groups=min_groups,
         max_groups=max_groups,
@@ -179,10 +183,12 @@ def _read_limits(value: Any) -> QuorumLimits:  # Any: JSON
 def _read_addresses(message: Message, name: str) -> tuple[str, ...]:
     value = message.get(name)
     if not isinstance(value, list) or len(value) > MAX_ADDRESSES:
-        raise ProtocolError(f"{name} is not a list of at most {MAX_ADDRESSES} addresses")
+        raise CoordinatorMessageError(f"{name} is not a list of at most {MAX_ADDRESSES} addresses")
     for address in value:
         if not isinstance(address, str) or len(address) > 300:
-            raise ProtocolError(f"{name} contains {address!r:.100}, which is not an address")
+            raise CoordinatorMessageError(
+                f"{name} contains {address!r:.100}, which is not an address"
+            )
     return tuple(value)
 
 
@@ -208,7 +214,7 @@ def decode_reply(message: Message) -> tuple[int, Answer]:
     """Return the request number of a reply, and the answer.
 
     Raises:
-        ProtocolError: it is not a reply.
+        CoordinatorMessageError: it is not a reply.
     """
     request = read_number(message, "request")
     try:
@@ -228,7 +234,9 @@ def decode_reply(message: Message) -> tuple[int, Answer]:
             retry = read_flag(rejection, "retry")
             return request, Rejection(reason=str(rejection["reason"]), retry=retry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolError(f"a reply of the coordinator is not valid: {error!r}") from None
+        raise CoordinatorMessageError(
+            f"a reply of the coordinator is not valid: {error!r}"
+        ) from None
     return request, Left()
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from megalith.errors import ConfigError, PlanError
 
 MAX_EPOCHS = 1000
-"""Epochs whose committed steps are remembered for late votes. Heuristic: a group that missed more
+"""Epochs whose committed steps are known for late votes. Heuristic: a group that missed more
 recovers its state from a peer, so their decisions have no effect."""
 
 MAX_MEMBERS = 1024
@@ -161,7 +161,7 @@ class Vote:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class QuorumReply:
     """Answer to one request."""
 
     to: Sender
@@ -335,7 +335,7 @@ class QuorumState:
         self.version += 1
         return number
 
-    def join(self, sender: Sender, request: JoinRequest, now: float) -> list[Reply]:
+    def join(self, sender: Sender, request: JoinRequest, now: float) -> list[QuorumReply]:
         """Take a join request; its reply follows when the group is admitted or has to recover."""
         member = self.members.get(sender.group)
         if member is not None and sender.incarnation < member.incarnation:
@@ -343,7 +343,7 @@ class QuorumState:
         if member is not None and self._is_late(member, sender):
             return []
         if rejection := self._check_join(sender, request, member, now):
-            return [Reply(to=sender, answer=rejection)]
+            return [QuorumReply(to=sender, answer=rejection)]
         if self.is_open and self.admitted.get(sender.group) == sender:
             self._note_seen(sender, now)
             return self._reply_epoch([sender])
@@ -367,7 +367,7 @@ class QuorumState:
         self.version += 1
         return self.update(now)
 
-    def vote(self, sender: Sender, vote: Vote, now: float) -> list[Reply]:
+    def vote(self, sender: Sender, vote: Vote, now: float) -> list[QuorumReply]:
         """Take the vote of a participant; its reply follows when the step is decided."""
         member = self.members.get(sender.group)
         if member is not None and sender.incarnation < member.incarnation:
@@ -382,7 +382,7 @@ class QuorumState:
                 reason = (
                     f"a vote about step {vote.step} in epoch {vote.epoch}, which is at step {step}"
                 )
-                return [Reply(to=sender, answer=Rejection(reason=reason))]
+                return [QuorumReply(to=sender, answer=Rejection(reason=reason))]
             member.last_request, member.waiting_since = sender.request, None
             if vote.ok:  # it has received the steps that it missed
                 member.committed_step = step - 1
@@ -393,9 +393,9 @@ class QuorumState:
             return self.update(now)
         if member is not None and member.incarnation == sender.incarnation:
             member.last_request, member.waiting_since = sender.request, None
-        return [Reply(to=sender, answer=self._decide_late(sender, vote))]
+        return [QuorumReply(to=sender, answer=self._decide_late(sender, vote))]
 
-    def leave(self, sender: Sender, now: float) -> list[Reply]:
+    def leave(self, sender: Sender, now: float) -> list[QuorumReply]:
         """Remove a group that ends; its state does not count as alive any more."""
         member = self.members.get(sender.group)
         if member is not None and member.incarnation == sender.incarnation:
@@ -404,7 +404,7 @@ class QuorumState:
         if self.committed_by.get(sender.group) == sender.incarnation:
             del self.committed_by[sender.group]
             self.version += 1
-        return [Reply(to=sender, answer=Left()), *self.update(now)]
+        return [QuorumReply(to=sender, answer=Left()), *self.update(now)]
 
     def note_heartbeat(self, group: str, incarnation: int, now: float) -> None:
         """Note that a process is alive and connected."""
@@ -416,7 +416,7 @@ class QuorumState:
         if member is not None and member.incarnation == incarnation:
             member.disconnected_at = now
 
-    def forget(self, groups: Iterable[str], now: float) -> list[Reply]:
+    def forget(self, groups: Iterable[str], now: float) -> list[QuorumReply]:
         """Consider the state of groups as lost, as their user has confirmed.
 
         Raises:
@@ -451,16 +451,16 @@ class QuorumState:
 
     # -- decisions -----------------------------------------------------------------------------
 
-    def update(self, now: float) -> list[Reply]:
+    def update(self, now: float) -> list[QuorumReply]:
         """Decide what can be decided at this time; call it after every message and regularly."""
-        replies: list[Reply] = []
+        replies: list[QuorumReply] = []
         if self.is_open:
             replies += self._close_vote(now)
         if not self.is_open and self._may_form(now):
             replies += self._form_epoch({}, now)
         return replies + self._send_to_recover(now)
 
-    def _close_vote(self, now: float) -> list[Reply]:
+    def _close_vote(self, now: float) -> list[QuorumReply]:
         """Commit or discard the step of the open epoch if its votes are complete."""
         votes = self.open_vote.votes
         missing = [group for group in self.admitted if group not in votes]
@@ -476,14 +476,14 @@ class QuorumState:
         self.num_discarded += 1
         return self._close_epoch(commit=False, reason=reason, now=now)
 
-    def _commit(self, now: float) -> list[Reply]:
+    def _commit(self, now: float) -> list[QuorumReply]:
         """Commit the step of the open epoch, and continue the epoch or begin the next one."""
         self._advance()
         if reason := self._membership_change(now):
             return self._close_epoch(commit=True, reason=reason, now=now)
         requests = self.open_vote.requests.values()
         self.open_vote = OpenVote()
-        return [Reply(to=sender, answer=Decision(commit=True)) for sender in requests]
+        return [QuorumReply(to=sender, answer=Decision(commit=True)) for sender in requests]
 
     def _advance(self) -> None:
         """Increase the committed step by one, as the participants of the open epoch do."""
@@ -518,7 +518,7 @@ class QuorumState:
         texts += [f"group {group} joins" for group in joining]
         return ", ".join(texts)
 
-    def _close_epoch(self, *, commit: bool, reason: str, now: float) -> list[Reply]:
+    def _close_epoch(self, *, commit: bool, reason: str, now: float) -> list[QuorumReply]:
         """End the open epoch and begin the next one if there is a quorum of voters and joining
         groups; other voters have to join again."""
         votes, requests = self.open_vote.votes, dict(self.open_vote.requests)
@@ -537,10 +537,10 @@ class QuorumState:
             decision = Decision(
                 commit=commit, epoch=next_epoch, rejoin=next_epoch is None, reason=reason
             )
-            replies.append(Reply(to=sender, answer=decision))
+            replies.append(QuorumReply(to=sender, answer=decision))
         return replies
 
-    def _form_epoch(self, voters: Mapping[str, Sender], now: float) -> list[Reply]:
+    def _form_epoch(self, voters: Mapping[str, Sender], now: float) -> list[QuorumReply]:
         """Begin an epoch with voters of the last one and groups whose join request waits; return
         the replies to the join requests of its participants."""
         senders = dict(voters)
@@ -598,7 +598,7 @@ class QuorumState:
             if group not in ready
         )
 
-    def _send_to_recover(self, now: float) -> list[Reply]:
+    def _send_to_recover(self, now: float) -> list[QuorumReply]:
         """Answer the waiting groups that miss too many steps with a source of the newest state."""
         limit = self.limits.max_groups
         is_full = self.is_open and limit is not None and len(self.admitted) >= limit
@@ -632,7 +632,7 @@ class QuorumState:
                 state_addresses={source: self.members[source].state_addresses},
                 recover_from={group: source},
             )
-            replies.append(Reply(to=member.sender, answer=answer))
+            replies.append(QuorumReply(to=member.sender, answer=answer))
         return replies
 
     def _decide_late(self, sender: Sender, vote: Vote) -> Decision:
@@ -793,9 +793,9 @@ class QuorumState:
         if member is not None and member.incarnation == sender.incarnation:
             member.last_seen, member.disconnected_at = now, None
 
-    def _reply_epoch(self, senders: Iterable[Sender]) -> list[Reply]:
+    def _reply_epoch(self, senders: Iterable[Sender]) -> list[QuorumReply]:
         assert self.epoch is not None, "an epoch is open"
-        return [Reply(to=sender, answer=self.epoch) for sender in senders]
+        return [QuorumReply(to=sender, answer=self.epoch) for sender in senders]
 
     # -- record --------------------------------------------------------------------------------
 
@@ -888,10 +888,10 @@ def _limits_as_settings(limits: QuorumLimits) -> dict[str, str]:
     return {f"replica_group.{name}": str(value) for name, value in asdict(limits).items()}
 
 
-def _reject_replaced(sender: Sender) -> Reply:
+def _reject_replaced(sender: Sender) -> QuorumReply:
     """Return the reply to a process of a group that a newer process has replaced."""
     reason = f"another process has joined with replica_group.id={sender.group}. Use another id."
-    return Reply(to=sender, answer=Rejection(reason=reason))
+    return QuorumReply(to=sender, answer=Rejection(reason=reason))
 
 
 def epoch_to_record(epoch: Epoch) -> dict[str, Any]:  # Any: JSON

@@ -25,7 +25,7 @@ from megalith.launch.coordinator import CoordinatorServer, StateFolder, format_p
 from megalith.launch.coordinator_client import CoordinatorClient, CoordinatorInterrupted
 from megalith.launch.coordinator_protocol import (
     MAX_MESSAGE_NBYTES,
-    ProtocolError,
+    CoordinatorMessageError,
     decode_message,
     decode_reply,
     encode_message,
@@ -441,7 +441,7 @@ def test_invalid_messages_are_rejected_and_the_server_continues(
 
 
 def test_long_messages_are_rejected_without_reading_them(tmp_path: Path) -> None:
-    with pytest.raises(ProtocolError, match=f"more than {MAX_MESSAGE_NBYTES} bytes"):
+    with pytest.raises(CoordinatorMessageError, match=f"more than {MAX_MESSAGE_NBYTES} bytes"):
         decode_message(b" " * (MAX_MESSAGE_NBYTES + 1))
     with serve(tmp_path) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -453,7 +453,7 @@ def test_long_messages_are_rejected_without_reading_them(tmp_path: Path) -> None
 
 def test_replies_of_a_coordinator_are_checked() -> None:
     for fields in ({"epoch": 3}, {"decision": {}}, {"rejection": {"reason": "x"}}, {"epoch": {}}):
-        with pytest.raises(ProtocolError, match="not valid|not true or false"):
+        with pytest.raises(CoordinatorMessageError, match="not valid|not true or false"):
             decode_reply({"kind": "reply", "request": 1, **fields})
 
 

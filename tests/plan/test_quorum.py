@@ -8,19 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import pytest
-
-from megalith.errors import ConfigError, PlanError
 from megalith.plan.quorum import (
     Answer,
     Decision,
     Epoch,
     JoinRequest,
-    Left,
     QuorumLimits,
     QuorumState,
     Rejection,
-    Reply,
+    QuorumReply,
     Sender,
     Vote,
 )
@@ -108,7 +104,7 @@ class Simulation:
 
     # -- coordinator ---------------------------------------------------------------------------
 
-    def handle(self, call: Callable[[QuorumState], list[Reply]]) -> None:
+    def handle(self, call: Callable[[QuorumState], list[QuorumReply]]) -> None:
         """Run one method of the coordinator, store its record, and send its replies."""
         if self.state is None:
             return
@@ -225,7 +221,7 @@ class Simulation:
             return
         numbers: list[int] = []
 
-        def register(state: QuorumState) -> list[Reply]:
+        def register(state: QuorumState) -> list[QuorumReply]:
             numbers.append(state.register())
             return []
 
