@@ -23,8 +23,8 @@ from megalith.errors import ConfigError, PlanError
 from megalith.launch.coordinator_protocol import (
     MAX_MESSAGE_NBYTES,
     PROTOCOL,
-    Message,
     CoordinatorMessageError,
+    Message,
     decode_message,
     encode_message,
     encode_reply,
@@ -34,7 +34,7 @@ from megalith.launch.coordinator_protocol import (
     read_text,
     read_vote,
 )
-from megalith.plan.quorum import QuorumState, QuorumReply, Sender
+from megalith.plan.quorum import QuorumReply, QuorumState, Sender
 
 STATE_FILE = "state.jsonl"
 """First line: the record; other lines: commits after it. A power cut may leave an incomplete last

@@ -18,8 +18,8 @@ from megalith.errors import ConfigError
 from megalith.launch.coordinator_protocol import (
     MAX_MESSAGE_NBYTES,
     PROTOCOL,
-    Message,
     CoordinatorMessageError,
+    Message,
     decode_message,
     decode_reply,
     encode_message,

@@ -14,9 +14,9 @@ from megalith.plan.quorum import (
     Epoch,
     JoinRequest,
     QuorumLimits,
+    QuorumReply,
     QuorumState,
     Rejection,
-    QuorumReply,
     Sender,
     Vote,
 )
