@@ -36,6 +36,9 @@ class SimulatedGroup:
     request: int = 0
     is_alive: bool = True
     is_partitioned: bool = False
+    is_hanging: bool = False
+    """It sends heartbeats, but does not vote."""
+
     has_taken_part: bool = False
     epoch: Epoch | None = None
     message: JoinRequest | Vote | None = None
@@ -247,9 +250,9 @@ class Simulation:
             self.kill_group(name)
             self.transmit(group, partial(self.handle, lambda state: state.leave(sender, self.now)))
 
-    def set_partitioned(self, name: str, is_partitioned: bool) -> None:
+    def set_fault(self, name: str, fault: str, is_active: bool) -> None:
         if name in self.groups:
-            self.groups[name].is_partitioned = is_partitioned
+            setattr(self.groups[name], fault, is_active)
 
     def join_request(self, group: SimulatedGroup) -> JoinRequest:
         return JoinRequest(committed_step=group.step, limits=self.limits)
@@ -344,6 +347,9 @@ class Simulation:
     def cast_vote(self, group: SimulatedGroup, epoch: Epoch) -> None:
         if not group.is_alive or group.epoch is not epoch or group.message is not None:
             return
+        if group.is_hanging:
+            self.at(1.0, partial(self.cast_vote, group, epoch))
+            return
         ok = self.rng.random() >= self.rates.bad_vote
         vote = Vote(epoch=epoch.number, step=group.step + 1, ok=ok)
         if ok:
@@ -373,21 +379,19 @@ def run_history(seed: int) -> Simulation:
     for name in names:
         simulation.at(rng.uniform(0, 3), partial(simulation.start_group, name))
     duration = rng.uniform(5, 20)
-    for _ in range(rng.randint(0, 8)):
+    for _ in range(rng.randint(0, 12)):
         name = rng.choice(names)
-        fault = rng.choice(["kill", "kill", "partition", "crash", "leave"])
+        fault = rng.choice(["kill_group", "is_partitioned", "is_hanging", "crash", "leave"])
         moment = rng.uniform(1, duration)
         if fault == "crash":
             simulation.at(moment, simulation.crash)
             continue
-        if fault == "partition":
+        if fault in ("is_partitioned", "is_hanging"):
             end = moment + rng.uniform(0.5, 2 * TIMEOUT)
-            simulation.at(moment, partial(simulation.set_partitioned, name, True))
-            simulation.at(end, partial(simulation.set_partitioned, name, False))
+            simulation.at(moment, partial(simulation.set_fault, name, fault, True))
+            simulation.at(end, partial(simulation.set_fault, name, fault, False))
             continue
-        simulation.at(
-            moment, partial(getattr(simulation, {"kill": "kill_group"}.get(fault, fault)), name)
-        )
+        simulation.at(moment, partial(getattr(simulation, fault), name))
         simulation.at(moment + rng.uniform(0.1, 8), partial(simulation.start_group, name))
     simulation.run(duration)
     require_progress(simulation, names)
@@ -399,7 +403,8 @@ def require_progress(simulation: Simulation, names: str) -> None:
     simulation.rates = Rates(loss=0, delay=0.01, repeat=0, bad_vote=0, crash=0)
     simulation.restart_coordinator()
     for name in names:
-        simulation.set_partitioned(name, False)
+        simulation.set_fault(name, "is_partitioned", False)
+        simulation.set_fault(name, "is_hanging", False)
     for name in names:
         simulation.start_group(name)
     number = len(simulation.commits)
