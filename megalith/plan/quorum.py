@@ -20,6 +20,7 @@ of messages and any restart of the coordinator (tests/plan/test_quorum.py):
   its state: a new epoch without a group that has the newest step waits for one.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -350,8 +351,9 @@ class QuorumState:
         self.limits, self.settings = request.limits, dict(request.settings)
         self._remove_old_state(sender, request.committed_step)
         waiting_since = now
-        if member is not None and member.last_request == sender.request:
-            waiting_since = member.waiting_since or now
+        is_repeated = member is not None and member.last_request == sender.request
+        if member is not None and is_repeated and member.waiting_since is not None:
+            waiting_since = member.waiting_since
         self.members[sender.group] = Member(
             group=sender.group,
             incarnation=sender.incarnation,
@@ -585,8 +587,9 @@ class QuorumState:
         """Return whether an epoch may begin without waiting for more groups: all that are expected
         are ready, or the first one has waited for `timeout_seconds`."""
         ready = self._ready_groups(now)
-        since = [self.members[group].waiting_since or now for group in ready]
-        if not ready or now - min(since) >= self.limits.timeout_seconds:
+        since = [self.members[group].waiting_since for group in ready]
+        waited = max((now - start for start in since if start is not None), default=math.inf)
+        if waited >= self.limits.timeout_seconds:
             return True
         if self.limits.max_groups is not None and len(ready) >= self.limits.max_groups:
             return True
