@@ -117,7 +117,7 @@ class CoordinatorClient:
             self._begin_incarnation()  # the state that the coordinator knows no longer exists
         self._committed_step = committed_step
         self._start()
-        deadline = time.monotonic() + 2 * self._limits.timeout_seconds
+        deadline: float | None = None
         while True:
             answer = self._send_request(
                 "join",
@@ -130,6 +130,8 @@ class CoordinatorClient:
             if isinstance(answer, Epoch):
                 return answer
             assert isinstance(answer, Rejection), f"{answer} is not an answer to a join request"
+            if deadline is None:
+                deadline = time.monotonic() + 2 * self._limits.timeout_seconds
             if not answer.retry or time.monotonic() > deadline:
                 raise ConfigError(answer.reason)
             time.sleep(self._limits.timeout_seconds / HEARTBEATS)

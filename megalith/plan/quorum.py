@@ -180,7 +180,11 @@ class Member:
     state_addresses: tuple[str, ...]
     last_seen: float
     last_request: int = 0
+    is_connected: bool = True
     disconnected_at: float | None = None
+    """Set when a connection has ended; None too after a restart of the coordinator, until the group
+    connects again."""
+
     waiting_since: float | None = None
     """Set while a join request waits for its epoch."""
 
@@ -416,7 +420,7 @@ class QuorumState:
         """Note that the connection of a process has ended."""
         member = self.members.get(group)
         if member is not None and member.incarnation == incarnation:
-            member.disconnected_at = now
+            member.is_connected, member.disconnected_at = False, now
 
     def forget(self, groups: Iterable[str], now: float) -> list[QuorumReply]:
         """Consider the state of groups as lost, as their user has confirmed.
@@ -441,7 +445,7 @@ class QuorumState:
         member = self.members[group]
         if not member.is_live(now, self.limits):
             return "lost"
-        if member.disconnected_at is not None:
+        if not member.is_connected:
             return "disconnected"
         if member.waiting_since is not None:
             return "waiting"
@@ -681,7 +685,7 @@ class QuorumState:
 
     def _is_other_process(self, member: Member, sender: Sender, now: float) -> bool:
         """Return whether a connected process uses the id of a group that another one joins."""
-        is_connected = member.is_live(now, self.limits) and member.disconnected_at is None
+        is_connected = member.is_live(now, self.limits) and member.is_connected
         return is_connected and member.incarnation != sender.incarnation
 
     def _compare_settings(self, sender: Sender, request: JoinRequest, now: float) -> str:
@@ -794,7 +798,8 @@ class QuorumState:
     def _note_seen(self, sender: Sender, now: float) -> None:
         member = self.members.get(sender.group)
         if member is not None and member.incarnation == sender.incarnation:
-            member.last_seen, member.disconnected_at = now, None
+            member.last_seen = now
+            member.is_connected, member.disconnected_at = True, None
 
     def _reply_epoch(self, senders: Iterable[Sender]) -> list[QuorumReply]:
         assert self.epoch is not None, "an epoch is open"
@@ -847,6 +852,7 @@ class QuorumState:
                     state_addresses=tuple(map(str, entry["state_addresses"])),
                     last_seen=now,
                     last_request=int(entry["last_request"]),
+                    is_connected=False,
                 )
                 for entry in record["members"]
             ]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,12 +14,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megalith.cli.main import main
 from megalith.errors import ConfigError
 from megalith.launch import coordinator as coordinator_module
 from megalith.launch.coordinator import CoordinatorServer, StateFolder, format_page, format_status
@@ -489,39 +491,165 @@ def test_invalid_address_of_the_coordinator_is_rejected() -> None:
             CoordinatorClient(address, limits=LIMITS)
 
 
-def test_command_serves_reports_its_status_and_ends_at_ctrl_c(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megalith", "coordinate"]
-    options = ["--port", "0", "--status-port", "0", "--state", str(tmp_path), "--json"]
+COMMAND = (sys.executable, "-m", "megalith", "coordinate")
+
+
+@contextmanager
+def start_command(
+    folder: Path, port: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """`megalith coordinate --json` in a process of its own, with the document that it prints."""
+    options = ("--port", str(port), "--status-port", "0", "--state", str(folder), "--json")
     with subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        (*COMMAND, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
+        assert process.stdout is not None and process.stderr is not None
         try:
-            assert process.stdout is not None
             lines = []
-            while "}" not in (line := process.stdout.readline()):
-                assert line, process.stderr.read() if process.stderr else ""
-                lines.append(line)
-            addresses = json.loads("".join([*lines, line]))
-            port = addresses["status_address"].rpartition(":")[2]
-            shown = subprocess.run(
-                [*command, "--status", "--status-port", port, "--json"],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            assert json.loads(shown.stdout)["address"] == addresses["address"]
-            second = subprocess.run(
-                [*command, *options], capture_output=True, text=True, check=False
-            )
-            assert second.returncode == 2
-            assert f"--state={tmp_path} is in use by the coordinator in process" in second.stderr
+            while not lines or lines[-1] != "}\n":
+                lines.append(process.stdout.readline())
+                assert lines[-1], process.stderr.read()
+            yield process, json.loads("".join(lines))
         finally:
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            process.kill()
+
+
+def test_command_serves_reports_its_status_and_ends_at_ctrl_c(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start_command(tmp_path) as (process, addresses):
+        port = addresses["status_address"].rpartition(":")[2]
+        assert main(["coordinate", "--status", "--status-port", port, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["address"] == addresses["address"]
+        assert main(["coordinate", "--status", "--status-port", port]) == 0
+        assert "epoch none closed" in capsys.readouterr().out
+        assert main(["coordinate", "--state", str(tmp_path), "--port", "0"]) == 2
+        errors = capsys.readouterr().err
+        assert f"--state={tmp_path} is in use by the coordinator in process {process.pid}" in errors
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
         assert process.returncode == 0
         assert errors == "megalith coordinate: stopped; the groups wait until it runs again\n"
-    shown = subprocess.run(
-        [*command, "--status", "--status-port", port], capture_output=True, text=True, check=False
-    )
-    assert shown.returncode == 1
-    assert f"no coordinator answers at --status-port={port}" in shown.stderr
+    assert main(["coordinate", "--status", "--status-port", port]) == 1
+    assert f"no coordinator answers at --status-port={port}" in capsys.readouterr().err
+
+
+def test_invalid_options_of_the_command_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for options, text in (
+        (["--port", "70000"], "--port=70000 is not a port. Use 0 to 65535, e.g. 29700."),
+        (["--state", str(file)], f"--state={file} cannot be used"),
+        (["--state", str(tmp_path), "--forget", "a"], "--forget=a: the newest committed step does"),
+        (["--state", str(tmp_path), "--host", "192.0.2.1"], "on 192.0.2.1 cannot be opened"),
+    ):
+        assert main(["coordinate", *options]) == 2
+        assert text in capsys.readouterr().err
+
+
+GROUP_PROGRAM = """
+import json, socket, sys, threading, time
+from megalith.launch.coordinator_client import CoordinatorClient
+from megalith.plan.quorum import QuorumLimits
+
+name, address, last_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+history = []  # stands for the weights: the epoch in which each step was committed
+listener = socket.create_server(("127.0.0.1", 0))
+
+def send_history():
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(json.dumps(history).encode())
+
+def receive_history(source):
+    host, _, port = source.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        return json.loads(connection.makefile("rb").read())
+
+threading.Thread(target=send_history, daemon=True).start()
+own = f"127.0.0.1:{listener.getsockname()[1]}"
+limits = QuorumLimits(min_groups=2, max_groups=3, timeout_seconds=3.0)
+with CoordinatorClient(address, limits=limits) as client:
+    epoch = None
+    while len(history) < last_step:
+        if epoch is None:
+            epoch = client.join(
+                group=name, addresses=[own], committed_step=len(history), settings={}
+            )
+        source, ok = epoch.recover_from.get(name), True
+        if source is not None and len(history) < epoch.step:
+            try:
+                deadline = time.monotonic() + 2
+                received = receive_history(epoch.addresses[source][0])
+                while len(received) < epoch.step and time.monotonic() < deadline:
+                    received = receive_history(epoch.addresses[source][0])
+                history[:] = received
+            except OSError:
+                pass
+            ok = len(history) == epoch.step
+        if not epoch.has(name):
+            epoch = None
+            continue
+        step = len(history) + 1 if ok else epoch.step + 1
+        time.sleep(0.02)
+        decision = client.vote(epoch=epoch.number, step=step, ok=ok)
+        if decision.commit:
+            history.append(epoch.number)
+        print(json.dumps([epoch.number, step, decision.commit]), flush=True)
+        if decision.epoch is not None or decision.rejoin:
+            epoch = decision.epoch
+    print(json.dumps(history), flush=True)
+    client.leave()
+"""
+
+
+@pytest.mark.slow
+def test_steps_survive_kills_of_groups_and_of_the_coordinator(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    names, last_step = "abc", 150
+    logs = {name: tmp_path / f"{name}.txt" for name in names}
+    address = ""
+
+    def start_group(name: str) -> subprocess.Popen[bytes]:
+        with open(logs[name], "ab") as log:
+            program = (sys.executable, "-c", GROUP_PROGRAM, name, address, str(last_step))
+            return subprocess.Popen(program, stdout=log)
+
+    groups: dict[str, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        coordinator = ExitStack()
+        process, addresses = coordinator.enter_context(start_command(tmp_path / "state"))
+        address = addresses["address"]
+        port = parse_address(address)[1]
+        stack.callback(lambda: [group.kill() for group in groups.values()])
+        for name in names:
+            groups[name] = start_group(name)
+        for number in range(8):
+            time.sleep(rng.uniform(0.3, 1.0))
+            if number % 4 == 3:
+                process.kill()
+                coordinator.close()
+                process, _ = coordinator.enter_context(start_command(tmp_path / "state", port))
+                continue
+            name = rng.choice(names)
+            if groups[name].poll() is None:
+                groups[name].kill()
+                groups[name].wait()
+                time.sleep(rng.uniform(0.0, 0.5))
+                groups[name] = start_group(name)
+        codes = [group.wait(60) for group in groups.values()]
+        coordinator.close()
+    assert codes == [0, 0, 0]
+    decisions: dict[tuple[int, int], bool] = {}
+    histories = []
+    for log in logs.values():
+        lines = [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
+        histories.append(lines.pop())
+        for epoch, step, commit in lines:
+            assert decisions.setdefault((epoch, step), commit) == commit, (epoch, step)
+    assert histories[0] == histories[1] == histories[2]
+    assert len(histories[0]) == last_step
+    assert len(set(histories[0])) > 3  # epochs changed

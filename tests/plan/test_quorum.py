@@ -695,3 +695,12 @@ def test_record_is_restored_exactly() -> None:
     for damaged in ({}, record | {"members": 3}, record | {"epoch": {}}, record | {"history": [1]}):
         with pytest.raises(PlanError, match="the state of the coordinator is damaged"):
             QuorumState.from_record(damaged, 0)
+
+
+def test_new_process_replaces_one_that_has_not_connected_after_a_restart() -> None:
+    state = start_groups("ab", BOTH)
+    state = QuorumState.from_record(state.to_record(), 10)
+    assert state.describe_member("a", 10) == "disconnected"
+    assert state.join(sender("a", 1, incarnation=7), request(), 10) == []  # not rejected
+    replies = answers(state.vote(sender("b", 2), ballot(1, 1), 10))  # not lost yet
+    assert isinstance(replies["b2"], Decision) and replies["b2"].epoch == replies["a1"]
