@@ -258,7 +258,7 @@ class CoordinatorServer:
             if epoch is not None and quorum.is_open
             else [],
             "committed_step": quorum.committed_step,
-            "committed_by": sorted(quorum.committed_by),
+            "committed_by": quorum.list_newest(),
             "num_discarded": quorum.num_discarded,
             "reason": quorum.reason,
             "groups": [

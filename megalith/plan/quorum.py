@@ -242,8 +242,7 @@ class Waiting:
 def choose_quorum(
     candidates: Mapping[str, int],
     *,
-    committed_step: int | None,
-    committed_by: Iterable[str],
+    known_steps: Mapping[str, int],
     previous: Sequence[str],
     limits: QuorumLimits,
 ) -> Quorum | Waiting:
@@ -251,14 +250,13 @@ def choose_quorum(
 
     Args:
         candidates: groups that are ready, with the number of steps that their state contains.
-        committed_step: newest committed step; None before the first epoch.
-        committed_by: groups that may have the state of the newest committed step.
+        known_steps: groups that are not known to be dead, with the committed steps that their state
+            may contain; no epoch begins before the newest of them.
         previous: participants of the last epoch, which precede other groups.
 
     >>> choose_quorum(
     ...     {"b": 7, "a": 7, "c": 3},
-    ...     committed_step=7,
-    ...     committed_by=["a", "b"],
+    ...     known_steps={"a": 7, "b": 7},
     ...     previous=["a", "b"],
     ...     limits=QuorumLimits(min_groups=2),
     ... )
@@ -267,11 +265,12 @@ def choose_quorum(
     if not candidates:
         return Waiting(reason="no group is ready")
     step = max(candidates.values())
-    alive = sorted(committed_by)
-    if committed_step is not None and step < committed_step and alive:
+    newest = max(known_steps.values(), default=step)
+    if step < newest:
+        names = ", ".join(sorted(group for group, has in known_steps.items() if has == newest))
         return Waiting(
-            reason=f"step {committed_step} was committed by groups {', '.join(alive)}, and none of "
-            f"them has joined again; the newest state of the other groups is step {step}"
+            reason=f"step {newest} was committed by groups {names}, and none of them has joined "
+            f"again; the newest state of the other groups is step {step}"
         )
     current = [group for group, has in candidates.items() if step - has <= limits.max_lag]
     if len(current) < limits.min_groups:
@@ -298,6 +297,14 @@ def assign_sources(
     }
 
 
+@dataclass(frozen=True)
+class KnownState:
+    """Committed steps that the state of a process may contain."""
+
+    incarnation: int
+    step: int
+
+
 @dataclass(kw_only=True)
 class QuorumState:
     """State of the coordinator."""
@@ -315,9 +322,8 @@ class QuorumState:
     """Participants of the newest epoch with the request that was answered with it."""
 
     committed_step: int | None = None
-    committed_by: dict[str, int] = field(default_factory=dict)
-    """Groups whose processes (incarnations) may have the state of the newest committed step: its
-    participants, and groups that recover it."""
+    states: dict[str, KnownState] = field(default_factory=dict)
+    """State of each group that was a participant or recovered, and is not known to be dead."""
 
     history: list[CommittedRange] = field(default_factory=list)
     next_incarnation: int = 1
@@ -353,7 +359,7 @@ class QuorumState:
             self._note_seen(sender, now)
             return self._reply_epoch([sender])
         self.limits, self.settings = request.limits, dict(request.settings)
-        self._remove_old_state(sender, request.committed_step)
+        self._note_state(sender, request.committed_step)
         waiting_since = now
         is_repeated = member is not None and member.last_request == sender.request
         if member is not None and is_repeated and member.waiting_since is not None:
@@ -368,8 +374,6 @@ class QuorumState:
             last_request=sender.request,
             waiting_since=waiting_since,
         )
-        if self.committed_step is not None and request.committed_step >= self.committed_step:
-            self._note_newest({sender.group: request.committed_step})
         self.version += 1
         return self.update(now)
 
@@ -407,8 +411,9 @@ class QuorumState:
         if member is not None and member.incarnation == sender.incarnation:
             del self.members[sender.group]
             self.version += 1
-        if self.committed_by.get(sender.group) == sender.incarnation:
-            del self.committed_by[sender.group]
+        state = self.states.get(sender.group)
+        if state is not None and state.incarnation == sender.incarnation:
+            del self.states[sender.group]
             self.version += 1
         return [QuorumReply(to=sender, answer=Left()), *self.update(now)]
 
@@ -429,16 +434,21 @@ class QuorumState:
             ConfigError: the newest step does not depend on a group.
         """
         for group in groups:
-            if group not in self.committed_by:
-                names = ", ".join(sorted(self.committed_by)) or "none"
+            if group not in self.states:
+                names = ", ".join(self.list_newest()) or "none"
                 raise ConfigError(
                     f"--forget={group}: the newest committed step does not depend on this group. "
                     f"It depends on: {names}."
                 )
-            del self.committed_by[group]
+            del self.states[group]
             self.members.pop(group, None)
             self.version += 1
         return self.update(now)
+
+    def list_newest(self) -> list[str]:
+        """Return the groups that may have the newest committed step."""
+        newest = max((state.step for state in self.states.values()), default=0)
+        return sorted(group for group, state in self.states.items() if state.step == newest)
 
     def describe_member(self, group: str, now: float) -> str:
         """Return what a group does, as far as the coordinator knows."""
@@ -495,7 +505,8 @@ class QuorumState:
         """Increase the committed step by one, as the participants of the open epoch do."""
         assert self.epoch is not None and self.committed_step is not None, "an epoch is open"
         self.committed_step += 1
-        self.committed_by = {group: sender.incarnation for group, sender in self.admitted.items()}
+        for group, sender in self.admitted.items():
+            self.states[group] = KnownState(sender.incarnation, self.committed_step)
         if self.history and self.history[-1].epoch == self.epoch.number:
             self.history[-1].last = self.committed_step
         else:
@@ -552,12 +563,14 @@ class QuorumState:
         senders = dict(voters)
         senders |= {group: self.members[group].sender for group in self._ready_groups(now)}
         candidates = {group: self.members[group].committed_step for group in senders}
-        if candidates and not self.committed_by:  # the newest state is that of these groups
-            self._note_newest(candidates)
+        known_steps = {group: state.step for group, state in self.states.items()}
+        newest = max([*known_steps.values(), *candidates.values()], default=0)
+        if candidates and newest != self.committed_step:
+            self.committed_step = newest  # smaller if all groups that had the last steps are dead
+            self.version += 1
         quorum = choose_quorum(
             candidates,
-            committed_step=self.committed_step,
-            committed_by=self.committed_by,
+            known_steps=known_steps,
             previous=() if self.epoch is None else self.epoch.participants,
             limits=self.limits,
         )
@@ -565,7 +578,7 @@ class QuorumState:
             self.reason = quorum.reason
             return []
         for group in quorum.participants:
-            self.committed_by[group] = self.members[group].incarnation
+            self.states[group] = KnownState(self.members[group].incarnation, quorum.step)
         self.admitted = {group: senders[group] for group in quorum.participants}
         sources = [group for group in quorum.participants if candidates[group] == quorum.step]
         behind = [group for group in quorum.participants if candidates[group] < quorum.step]
@@ -617,9 +630,7 @@ class QuorumState:
         sources = [
             group
             for group, member in self.members.items()
-            if member.committed_step == step
-            and self.committed_by.get(group) == member.incarnation
-            and member.is_live(now, self.limits)
+            if member.committed_step == step and member.is_live(now, self.limits)
         ]
         if not behind or not sources:
             return []
@@ -628,7 +639,7 @@ class QuorumState:
         for group, source in assign_sources(behind, sources, offset=busy).items():
             member = self.members[group]
             member.waiting_since, member.is_recovering = None, True
-            self.committed_by[group] = member.incarnation
+            self.states[group] = KnownState(member.incarnation, step)
             self.version += 1
             participants = self.epoch.participants if self.epoch and self.is_open else ()
             answer = Epoch(
@@ -714,31 +725,19 @@ class QuorumState:
             + "\n".join(texts)
         )
 
-    def _note_newest(self, steps: Mapping[str, int]) -> None:
-        """Note the groups that have the newest of some states as those that have the newest
-        committed step."""
-        newest = max(steps.values())
-        if newest != self.committed_step:
-            self.committed_step, self.committed_by = newest, {}
-        for group, step in steps.items():
-            if step == newest:
-                self.committed_by[group] = self.members[group].incarnation
-        self.version += 1
-
-    def _remove_old_state(self, sender: Sender, committed_step: int) -> None:
-        """Remove what the previous process of a group, or this one, had before it joined: the state
-        of the newest step, and a vote for whose decision it does not wait."""
-        incarnation = self.committed_by.get(sender.group)
-        is_behind = self.committed_step is not None and committed_step < self.committed_step
-        if incarnation is not None and (incarnation != sender.incarnation or is_behind):
-            del self.committed_by[sender.group]
+    def _note_state(self, sender: Sender, committed_step: int) -> None:
+        """Note what a group has when it joins: the state of its previous process is lost, that of a
+        new one is stored in a checkpoint, and a vote for whose decision it does not wait ends."""
+        state = self.states.pop(sender.group, None)
+        if state is not None and state.incarnation == sender.incarnation:
+            self.states[sender.group] = KnownState(sender.incarnation, committed_step)
         self.open_vote.votes.pop(sender.group, None)
         self.open_vote.requests.pop(sender.group, None)
 
     def _remove_lost_members(self, now: float) -> None:
         """Remove the groups that are not live, unless their state may be needed."""
         for group, member in list(self.members.items()):
-            is_needed = group in self.committed_by or (self.is_open and group in self.admitted)
+            is_needed = group in self.states or (self.is_open and group in self.admitted)
             if not is_needed and not member.is_live(now, self.limits):
                 del self.members[group]
 
@@ -827,7 +826,7 @@ class QuorumState:
             "is_open": self.is_open,
             "admitted": [asdict(sender) for sender in self.admitted.values()],
             "committed_step": self.committed_step,
-            "committed_by": dict(self.committed_by),
+            "states": {g: [state.incarnation, state.step] for g, state in self.states.items()},
             "history": [[entry.epoch, entry.first, entry.last] for entry in self.history],
             "next_incarnation": self.next_incarnation,
             "reason": self.reason,
@@ -866,7 +865,10 @@ class QuorumState:
                 is_open=bool(record["is_open"]),
                 admitted={sender.group: sender for sender in senders},
                 committed_step=None if step is None else int(step),
-                committed_by={str(g): int(n) for g, n in record["committed_by"].items()},
+                states={
+                    str(group): KnownState(int(incarnation), int(has))
+                    for group, (incarnation, has) in record["states"].items()
+                },
                 history=[
                     CommittedRange(epoch=int(epoch), first=int(first), last=int(last))
                     for epoch, first, last in record["history"]

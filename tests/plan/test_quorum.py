@@ -599,7 +599,7 @@ def test_group_may_leave_after_a_step() -> None:
     assert isinstance(replies["a2"], Decision) and replies["a2"].epoch is not None
     assert replies["a2"].epoch.participants == ("a", "b")
     assert answers(state.leave(sender("c", 3), 5)) == {"c3": Left()}
-    assert sorted(state.committed_by) == ["a", "b"]
+    assert state.list_newest() == ["a", "b"]
 
 
 def test_spare_group_replaces_a_lost_one() -> None:
