@@ -22,7 +22,7 @@ of messages and any restart of the coordinator (tests/plan/test_quorum.py):
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.errors import ConfigError, PlanError
@@ -706,7 +706,7 @@ class QuorumState:
             for group, member in self.members.items()
             if group != sender.group and member.is_live(now, self.limits)
         ]
-        if not others:
+        if not others or (request.limits, request.settings) == (self.limits, self.settings):
             return ""
         ours = self.settings | _limits_as_settings(self.limits)
         joining = dict(request.settings) | _limits_as_settings(request.limits)
@@ -809,7 +809,7 @@ class QuorumState:
     def to_record(self) -> dict[str, Any]:  # Any: JSON
         """Return what a restarted coordinator needs, as a JSON document."""
         return {
-            "limits": asdict(self.limits),
+            "limits": dict(vars(self.limits)),
             "settings": dict(self.settings),
             "members": [
                 {
@@ -824,7 +824,7 @@ class QuorumState:
             ],
             "epoch": None if self.epoch is None else epoch_to_record(self.epoch),
             "is_open": self.is_open,
-            "admitted": [asdict(sender) for sender in self.admitted.values()],
+            "admitted": [dict(vars(sender)) for sender in self.admitted.values()],
             "committed_step": self.committed_step,
             "states": {g: [state.incarnation, state.step] for g, state in self.states.items()},
             "history": [[entry.epoch, entry.first, entry.last] for entry in self.history],
@@ -896,7 +896,7 @@ class QuorumState:
 
 
 def _limits_as_settings(limits: QuorumLimits) -> dict[str, str]:
-    return {f"replica_group.{name}": str(value) for name, value in asdict(limits).items()}
+    return {f"replica_group.{name}": str(value) for name, value in vars(limits).items()}
 
 
 def _reject_replaced(sender: Sender) -> QuorumReply:

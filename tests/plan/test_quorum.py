@@ -704,3 +704,26 @@ def test_new_process_replaces_one_that_has_not_connected_after_a_restart() -> No
     assert state.join(sender("a", 1, incarnation=7), request(), 10) == []  # not rejected
     replies = answers(state.vote(sender("b", 2), ballot(1, 1), 10))  # not lost yet
     assert isinstance(replies["b2"], Decision) and replies["b2"].epoch == replies["a1"]
+
+
+def test_older_step_of_a_live_group_is_kept_when_later_ones_are_lost() -> None:
+    """A regression test: the state of a group that was excluded before the newest commit."""
+    limits = QuorumLimits(min_groups=1, timeout_seconds=TIMEOUT)
+    state = start_groups("ab", limits)
+    for name in "ab":
+        state.vote(sender(name, 2), ballot(1, 1), 5)
+    state.vote(sender("a", 3), ballot(1, 2), 5)
+    state.note_heartbeat("a", 1, 9)
+    assert list(answers(state.update(10.1))) == ["a3"]  # without b, which does not answer
+    state.vote(sender("a", 4), ballot(2, 2), 10.1)
+    assert (state.committed_step, state.list_newest()) == (2, ["a"])
+    state.note_disconnect("a", 1, 10.1)
+    state.update(16)
+    assert state.join(sender("a", 1, incarnation=7), request(limits=limits), 16) == []
+    state.note_heartbeat("a", 7, 21)
+    assert state.update(21) == []
+    assert state.reason.startswith("step 1 was committed by groups b, and none of them has joined")
+    replies = answers(state.join(sender("b", 4), request(1, limits=limits), 21))
+    epoch = replies["b4"]
+    assert isinstance(epoch, Epoch)
+    assert (epoch.step, epoch.recover_from) == (1, {"a": "b"})
