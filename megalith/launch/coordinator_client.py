@@ -17,6 +17,7 @@ from dataclasses import asdict
 from megalith.errors import ConfigError
 from megalith.launch.coordinator_protocol import (
     MAX_MESSAGE_NBYTES,
+    MAX_REPLY_NBYTES,
     PROTOCOL,
     CoordinatorMessageError,
     Message,
@@ -334,6 +335,8 @@ class LineReader:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._poll = select.poll()  # unlike select(), for any number of open files
+        self._poll.register(connection, select.POLLIN)
         self._data = bytearray()
 
     def read_message(self, deadline: float) -> Message | None:
@@ -344,10 +347,10 @@ class LineReader:
             CoordinatorMessageError: the message is not valid.
         """
         while (end := self._data.find(b"\n")) < 0:
-            if len(self._data) > MAX_MESSAGE_NBYTES:
-                raise CoordinatorMessageError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes")
+            if len(self._data) > MAX_REPLY_NBYTES:
+                raise CoordinatorMessageError(f"a message has more than {MAX_REPLY_NBYTES} bytes")
             seconds = max(deadline - time.monotonic(), 0.0)
-            if not select.select([self._connection], [], [], seconds)[0]:
+            if not self._poll.poll(seconds * 1000):
                 return None
             data = self._connection.recv(65_536)
             if not data:
@@ -355,4 +358,4 @@ class LineReader:
             self._data += data
         line = bytes(self._data[:end])
         del self._data[: end + 1]
-        return decode_message(line)
+        return decode_message(line, max_nbytes=MAX_REPLY_NBYTES)

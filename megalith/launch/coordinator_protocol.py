@@ -32,6 +32,9 @@ PROTOCOL = 1
 MAX_MESSAGE_NBYTES = 4 << 20
 """Limit of one line: the addresses of 65,536 ranks and the settings of a run fit (computed)."""
 
+MAX_REPLY_NBYTES = 256 << 20
+"""Limit of one line of the coordinator: the addresses of four million ranks (computed)."""
+
 MAX_ADDRESSES = 65_536
 MAX_TEXT = 4096
 """Limits of lists and texts. Heuristic: bounds for untrusted input."""
@@ -58,14 +61,14 @@ def encode_message(kind: str, **fields: Any) -> bytes:  # Any: JSON
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
-def decode_message(line: bytes) -> Message:
+def decode_message(line: bytes, *, max_nbytes: int = MAX_MESSAGE_NBYTES) -> Message:
     """Return the message of one line.
 
     Raises:
         CoordinatorMessageError: it is too long, not JSON, or not an object with a kind.
     """
-    if len(line) > MAX_MESSAGE_NBYTES:
-        raise CoordinatorMessageError(f"a message has more than {MAX_MESSAGE_NBYTES} bytes")
+    if len(line) > max_nbytes:
+        raise CoordinatorMessageError(f"a message has more than {max_nbytes} bytes")
     try:
         message = storage.parse_json(line)
     except ValueError as error:

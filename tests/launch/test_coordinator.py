@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,11 @@ from megalith.launch.coordinator_protocol import (
     decode_message,
     decode_reply,
     encode_message,
+    encode_reply,
     parse_address,
+    read_group,
+    read_join,
+    read_vote,
 )
 from megalith.plan.quorum import Decision, Epoch, QuorumLimits
 from tests.cases import loop_over
@@ -653,3 +657,24 @@ def test_steps_survive_kills_of_groups_and_of_the_coordinator(tmp_path: Path) ->
     assert histories[0] == histories[1] == histories[2]
     assert len(histories[0]) == last_step
     assert len(set(histories[0])) > 3  # epochs changed
+
+
+def test_mutated_messages_raise_no_other_error() -> None:
+    messages = [
+        encode_message("join", **JOIN),
+        encode_message("vote", request=1, epoch=1, step=1, ok=True, last=False),
+        encode_reply(1, Decision(commit=True, reason="a")),
+        HELLO,
+    ]
+    values = ["null", "-1", "1e999", "NaN", '""', "[]", "{}", "true", '"\\ud800"', "[[[1]]]"]
+    for seed in range(1500):
+        rng = random.Random(seed)
+        line = rng.choice(messages).decode()
+        start = rng.choice([number for number, sign in enumerate(line) if sign in ":,[{"]) + 1
+        end = rng.randrange(start, len(line))
+        line = line[:start] + rng.choice([*values, line[end:start:-1]]) + line[end:]
+        with suppress(CoordinatorMessageError):
+            message = decode_message(line.encode())
+            for read in (read_join, read_vote, read_group, decode_reply):
+                with suppress(CoordinatorMessageError):
+                    read(message)
