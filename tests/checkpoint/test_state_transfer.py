@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -47,6 +48,13 @@ def build_entries(rank: int, world: int, *, dim: int, step: int) -> list[Checkpo
             values = full[tuple(slice(*span) for span in shard.box)].contiguous()
             entries.append(CheckpointEntry(shard, role, values, is_writer))
     return entries
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 2 * TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "the condition has not become true"
+        time.sleep(0.005)
 
 
 @contextmanager
@@ -107,6 +115,7 @@ def test_source_may_train_during_the_transfer() -> None:
         fetch([server.address], entries)
         assert_equal(entries, build_entries(0, 1, dim=0, step=7))
         memory = server._memory["state"]
+        wait_for(lambda: not server.is_read)
         server.offer(8, own, {})
         assert server._memory["state"] is memory  # allocated once
         fetch([server.address], entries, step=8)
@@ -274,12 +283,10 @@ def test_joining_group_waits_for_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> 
             waiting = pool.submit(
                 request_snapshot, server.address, run=RUN, timeout_seconds=TIMEOUT
             )
-            while not server.is_requested():
-                assert not waiting.done()
+            wait_for(server.is_requested)
             server.offer(7, build_entries(0, 1, dim=0, step=7), {})
             assert waiting.result(TIMEOUT) == 7
-            while server.is_requested() or server.is_read:
-                pass
+            wait_for(lambda: not server.is_requested() and not server.is_read)
             server.offer(3, build_entries(0, 1, dim=0, step=3), {}, name="gradients")
             entries = build_entries(0, 1, dim=0, step=0)
             fetch([server.address], entries, step=3, name="gradients")
