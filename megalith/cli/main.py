@@ -26,6 +26,7 @@ SUMMARIES = {
     "train": "train a recipe; the same command resumes",
     "coordinate": "run the coordinator of replica groups, which train together",
     "request": "make a running job save, evaluate, profile or stop",
+    "report": "goodput of a run, and the time that it lost by cause",
     "evaluate": "loss and bits per byte of a checkpoint on held-out text",
     "routing": "expert load and cross-layer routing predictability of a run",
     "generate": "generate text with a checkpoint or a Hugging Face model",
