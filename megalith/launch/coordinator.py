@@ -119,8 +119,8 @@ class StateFolder:
             raise ConfigError(f"{path} is not the state of this version of megalith. {advice}")
         try:
             quorum = QuorumState.from_record(record["quorum"], time.monotonic())
-            for epoch, step in commits:
-                quorum.restore_commit(epoch, step)
+            for epoch, step, *without_state in commits:
+                quorum.restore_commit(epoch, step, without_state)
             return str(record["id"]), quorum
         except (KeyError, TypeError, ValueError, PlanError) as error:
             raise ConfigError(f"{path}: {error} {advice}") from None
@@ -140,7 +140,8 @@ class StateFolder:
         if self._commits is None or self._num_commits >= MAX_COMMIT_LINES or quorum.epoch is None:
             self.store(identity, quorum)
             return
-        commit = {"commit": [quorum.epoch.number, quorum.committed_step]}
+        without_state = quorum.list_without_state()
+        commit = {"commit": [quorum.epoch.number, quorum.committed_step, *without_state]}
         self._commits.write(json.dumps(commit).encode() + b"\n")
         os.fdatasync(self._commits.fileno())
         self._num_commits += 1

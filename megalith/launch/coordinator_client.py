@@ -137,7 +137,9 @@ class CoordinatorClient:
                 raise ConfigError(answer.reason)
             time.sleep(self._limits.timeout_seconds / HEARTBEATS)
 
-    def vote(self, *, epoch: int, step: int, ok: bool, last: bool = False) -> Decision:
+    def vote(
+        self, *, epoch: int, step: int, ok: bool, last: bool = False, has_state: bool = True
+    ) -> Decision:
         """Vote about a step and return the decision.
 
         A group that votes `ok` keeps what it needs to apply the update until this returns.
@@ -147,6 +149,8 @@ class CoordinatorClient:
             step: number of the step: the committed steps if it is committed too.
             ok: whether this group has the reduced gradients.
             last: this group leaves after the step; it still calls `leave`.
+            has_state: False while this group takes part without the state of the step before, which
+                it still recovers.
 
         Raises:
             ConfigError: the coordinator rejects the vote.
@@ -154,7 +158,9 @@ class CoordinatorClient:
                 has to recover if it joins again.
         """
         try:
-            answer = self._send_request("vote", epoch=epoch, step=step, ok=ok, last=last)
+            answer = self._send_request(
+                "vote", epoch=epoch, step=step, ok=ok, last=last, has_state=has_state
+            )
         except CoordinatorInterrupted:
             self._begin_incarnation()
             raise

@@ -162,6 +162,7 @@ def read_vote(message: Message) -> Vote:
         step=read_number(message, "step", least=1),
         ok=read_flag(message, "ok"),
         last=read_flag(message, "last"),
+        has_state=read_flag(message, "has_state"),
     )
 
 

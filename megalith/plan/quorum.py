@@ -21,7 +21,7 @@ of messages and any restart of the coordinator (tests/plan/test_quorum.py):
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,6 +159,10 @@ class Vote:
     ok: bool
     last: bool = False
     """The group leaves after this step."""
+
+    has_state: bool = True
+    """Whether the group has the state of the step before; otherwise it still recovers that, and its
+    vote says only that it has received what the step needs. Such a group does not keep a commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,8 +398,10 @@ class QuorumState:
                 )
                 return [QuorumReply(to=sender, answer=Rejection(reason=reason))]
             member.last_request, member.waiting_since = sender.request, None
-            if vote.ok:  # it has received the steps that it missed
+            if vote.ok and vote.has_state:  # it has received the steps that it missed
                 member.committed_step = step - 1
+            if not vote.has_state:
+                self.states[sender.group] = KnownState(sender.incarnation, member.committed_step)
             self.open_vote.votes[sender.group] = vote
             self.open_vote.requests[sender.group] = sender
             if self.open_vote.first_at is None:
@@ -450,6 +456,14 @@ class QuorumState:
         newest = max((state.step for state in self.states.values()), default=0)
         return sorted(group for group, state in self.states.items() if state.step == newest)
 
+    def list_without_state(self) -> list[str]:
+        """Return the participants that do not have the newest committed step."""
+        return sorted(
+            group
+            for group in self.admitted
+            if group not in self.states or self.states[group].step != self.committed_step
+        )
+
     def describe_member(self, group: str, now: float) -> str:
         """Return what a group does, as far as the coordinator knows."""
         member = self.members[group]
@@ -494,26 +508,29 @@ class QuorumState:
 
     def _commit(self, now: float) -> list[QuorumReply]:
         """Commit the step of the open epoch, and continue the epoch or begin the next one."""
-        self._advance()
+        votes = self.open_vote.votes
+        self._advance([group for group, vote in votes.items() if not vote.has_state])
         if reason := self._membership_change(now):
             return self._close_epoch(commit=True, reason=reason, now=now)
         requests = self.open_vote.requests.values()
         self.open_vote = OpenVote()
         return [QuorumReply(to=sender, answer=Decision(commit=True)) for sender in requests]
 
-    def _advance(self) -> None:
-        """Increase the committed step by one, as the participants of the open epoch do."""
+    def _advance(self, without_state: Collection[str]) -> None:
+        """Increase the committed step by one, as the participants of the open epoch do that have
+        the state."""
         assert self.epoch is not None and self.committed_step is not None, "an epoch is open"
         self.committed_step += 1
-        for group, sender in self.admitted.items():
-            self.states[group] = KnownState(sender.incarnation, self.committed_step)
+        keeping = [g for g in self.admitted if g not in without_state]
+        for group in keeping:
+            self.states[group] = KnownState(self.admitted[group].incarnation, self.committed_step)
         if self.history and self.history[-1].epoch == self.epoch.number:
             self.history[-1].last = self.committed_step
         else:
             step = self.committed_step
             self.history.append(CommittedRange(epoch=self.epoch.number, first=step, last=step))
             del self.history[:-MAX_EPOCHS]
-        for group in self.admitted:
+        for group in keeping:
             if (member := self._member_of(group)) is not None:
                 member.committed_step = self.committed_step
 
@@ -880,7 +897,7 @@ class QuorumState:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"the state of the coordinator is damaged: {error!r}.") from None
 
-    def restore_commit(self, epoch: int, step: int) -> None:
+    def restore_commit(self, epoch: int, step: int, without_state: Collection[str] = ()) -> None:
         """Apply a commit that was stored after the record.
 
         Raises:
@@ -892,7 +909,7 @@ class QuorumState:
                 f"the state of the coordinator is damaged: a commit of step {step} in epoch "
                 f"{epoch} follows step {self.committed_step} in epoch {number}."
             )
-        self._advance()
+        self._advance(without_state)
 
 
 def _limits_as_settings(limits: QuorumLimits) -> dict[str, str]:

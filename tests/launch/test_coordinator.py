@@ -383,7 +383,7 @@ INVALID_LINES = [
     b"\xff\xfe\n",
     b"[" * 100_000 + b"\n",
     b'{"kind": 3}\n',
-    encode_message("vote", request=1, epoch=1, step=1, ok=True, last=False),
+    encode_message("vote", request=1, epoch=1, step=1, ok=True, last=False, has_state=True),
     encode_message("hello", protocol=9, group="a", incarnation=0, coordinator=""),
     encode_message("hello", protocol=1, group="../a", incarnation=0, coordinator=""),
     encode_message("hello", protocol=1, group="a" * 65, incarnation=0, coordinator=""),
@@ -402,9 +402,9 @@ JOIN = {
 }
 INVALID_LINES += [
     HELLO + encode_message("shutdown", request=1),
-    HELLO + encode_message("vote", request=1, epoch=1, step=0, ok=True, last=False),
-    HELLO + encode_message("vote", request=1, epoch=1, step=1, ok=1, last=False),
-    HELLO + encode_message("vote", request=0, epoch=1, step=1, ok=True, last=False),
+    HELLO + encode_message("vote", request=1, epoch=1, step=0, ok=True, last=False, has_state=True),
+    HELLO + encode_message("vote", request=1, epoch=1, step=1, ok=1, last=False, has_state=True),
+    HELLO + encode_message("vote", request=0, epoch=1, step=1, ok=True, last=False, has_state=True),
     *(
         HELLO + encode_message("join", **(JOIN | change))
         for change in (
@@ -662,7 +662,7 @@ def test_steps_survive_kills_of_groups_and_of_the_coordinator(tmp_path: Path) ->
 def test_mutated_messages_raise_no_other_error() -> None:
     messages = [
         encode_message("join", **JOIN),
-        encode_message("vote", request=1, epoch=1, step=1, ok=True, last=False),
+        encode_message("vote", request=1, epoch=1, step=1, ok=True, last=False, has_state=True),
         encode_reply(1, Decision(commit=True, reason="a")),
         HELLO,
     ]

@@ -83,7 +83,7 @@ class Simulation:
     groups: dict[str, SimulatedGroup] = field(default_factory=dict)
     state: QuorumState | None = field(default_factory=QuorumState)
     record: dict = field(default_factory=lambda: QuorumState().to_record())
-    later_commits: list[tuple[int, int]] = field(default_factory=list)
+    later_commits: list[tuple[int, int, list[str]]] = field(default_factory=list)
     version: int = 0
     checkpoint: tuple[int, ...] = ()
     newest_epoch: int = 0
@@ -139,7 +139,8 @@ class Simulation:
         """Store the record, or only a commit, as the coordinator does."""
         if state.version == self.version:
             assert state.epoch is not None and state.committed_step is not None
-            self.later_commits.append((state.epoch.number, state.committed_step))
+            commit = (state.epoch.number, state.committed_step, state.list_without_state())
+            self.later_commits.append(commit)
             return
         self.version = state.version
         self.record, self.later_commits = state.to_record(), []
@@ -153,8 +154,8 @@ class Simulation:
     def restart_coordinator(self) -> None:
         if self.state is None:
             self.state = QuorumState.from_record(self.record, self.now)
-            for epoch, step in self.later_commits:
-                self.state.restore_commit(epoch, step)
+            for commit in self.later_commits:
+                self.state.restore_commit(*commit)
             self.version = self.state.version
 
     def check_stored(self, before: int | None, number: int) -> None:
@@ -727,3 +728,27 @@ def test_older_step_of_a_live_group_is_kept_when_later_ones_are_lost() -> None:
     epoch = replies["b4"]
     assert isinstance(epoch, Epoch)
     assert (epoch.step, epoch.recover_from) == (1, {"a": "b"})
+
+
+def test_group_that_recovers_during_an_epoch_does_not_keep_commits() -> None:
+    limits = QuorumLimits(min_groups=1, timeout_seconds=TIMEOUT, max_lag=100)
+    state = start_groups("a", limits)
+    state.vote(sender("a", 2), ballot(1, 1), 5)
+    state.join(sender("b", 1), request(limits=limits), 5)
+    epoch = answers(state.vote(sender("a", 3), ballot(1, 2), 5))["b1"]
+    assert isinstance(epoch, Epoch)
+    assert epoch.recover_from == {"b": "a"}
+    recovering = Vote(epoch=2, step=3, ok=True, has_state=False)
+    state.vote(sender("b", 2), recovering, 5)
+    assert answers(state.vote(sender("a", 4), ballot(2, 3), 5))["b2"] == Decision(commit=True)
+    assert (state.list_newest(), state.list_without_state()) == (["a"], ["b"])
+    restored = QuorumState.from_record(state.to_record(), 5)
+    assert restored.list_newest() == ["a"]
+
+    state.note_disconnect("a", 1, 5)  # b does not continue from a state that it does not have
+    state.vote(sender("b", 3), Vote(epoch=2, step=4, ok=False, has_state=False), 6)
+    decision = answers([*state.update(6), *state.vote(sender("b", 3), ballot(2, 4), 6)])["b3"]
+    assert isinstance(decision, Decision)
+    assert (decision.commit, decision.rejoin) == (False, True)
+    assert state.join(sender("b", 4), request(limits=limits), 6) == []
+    assert state.reason.startswith("step 3 was committed by groups a, and none of them has joined")
