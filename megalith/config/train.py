@@ -21,6 +21,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.observe import ObserveConfig, ProfileConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megalith.config.replica_group import ReplicaGroupConfig
 from megalith.config.tree import load_yaml, parse_stored_settings
 from megalith.errors import ConfigError
 from megalith.storage import StoragePath, parse_path, read_bytes
@@ -267,6 +268,9 @@ class TrainRun:
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Numeric precision."""
+
+    replica_group: ReplicaGroupConfig | None = None
+    """Replica group that this job is; several train together. Unset: the job trains alone."""
 
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Activation checkpointing."""

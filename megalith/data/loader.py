@@ -60,6 +60,7 @@ from megalith.plan.packing import (
     labels_inside_documents,
     shift_tokens_within_documents,
 )
+from megalith.plan.replica_groups import SINGLE_GROUP, GroupShare
 
 Ids = NDArray[np.int64]
 
@@ -265,9 +266,20 @@ class Loader:
         device: torch.device,
         slicing: Slicing = WHOLE,
         world_group: Group | None = None,
+        share: GroupShare = SINGLE_GROUP,
+        first_samples: Sequence[int] | None = None,
     ) -> None:
-        """Create a loader that reads `steps` steps from sample `consumed` on. `world_group`: all
-        ranks, which check that they packed documents alike."""
+        """Create a loader that reads `steps` steps from sample `consumed` on.
+
+        Args:
+            world_group: all ranks, which check that they packed documents alike.
+            share: part of this replica group in each global batch.
+            first_samples: samples of the first step that are read, counted from the start of its
+                batch; None: all of them.
+        """
+        self.share, self._samples = share, first_samples
+        self._num_ranks = share.num_groups * dp.size
+        self._rank = share.index * dp.size + dp.rank
         self.dataset, self.settings, self.dp = dataset, settings, dp
         self.device, self.slicing, self.world_group = device, slicing, world_group or dp
         self.extra = declared_extra(dataset)
@@ -291,16 +303,39 @@ class Loader:
             check_batches_consistent_across_ranks(
                 assignment.num_microbatches, count[-2:].tolist(), self.world_group
             )
-        read, own, squares, pairs, *mtp_inputs = count[: 4 + self.settings.num_mtp_layers].tolist()
+        return self.with_counts(step, self._list_counts(count, extra_sums))
+
+    def peek_counts(self) -> list[float]:
+        """Return the label counts of the next step over this group's ranks, which `with_counts`
+        takes; zeros if there is no next step."""
+        if self._prefetched is None:
+            return [0.0] * self.num_counts
+        for work in self._prefetched.works:
+            work.wait()
+        self._prefetched = self._prefetched._replace(works=[])
+        return self._list_counts(self._prefetched.sums, self._prefetched.extra_sums)
+
+    @property
+    def num_counts(self) -> int:
+        """Number of values that `peek_counts` returns."""
+        return count_label_counts(self.settings.num_mtp_layers, self.extra)
+
+    def with_counts(self, step: StepBatches, counts: Sequence[float]) -> StepBatches:
+        """Return a step's batches with these counts of its global batch."""
+        first_extra = 4 + self.settings.num_mtp_layers
+        read, own, squares, pairs, *mtp_labels = map(int, counts[:first_extra])
         return replace(
             step,
             num_labels=own,
-            num_mtp_labels=tuple(mtp_inputs),
+            num_mtp_labels=tuple(mtp_labels),
             num_tokens=read,
             squared_lengths=squares,
             num_window_pairs=pairs if self._attention_window is not None else None,
-            extra_sums=dict(zip(self.counted_extra, extra_sums.tolist(), strict=True)),
+            extra_sums=dict(zip(self.counted_extra, counts[first_extra:], strict=True)),
         )
+
+    def _list_counts(self, count: Tensor, extra_sums: Tensor) -> list[float]:
+        return [*count[: 4 + self.settings.num_mtp_layers].tolist(), *extra_sums.tolist()]
 
     def _read(self) -> "_PrefetchedStep | None":
         """Read a step, and start the all-reduce of its label counts over the data-parallel
@@ -313,6 +348,7 @@ class Loader:
         else:
             step, assignment = self._read_packs(self.settings.budget)
         self._position += self._batch_size
+        self._samples = None  # only those of the first step may be a part
         counts = [
             (
                 batch.num_tokens,
@@ -364,7 +400,7 @@ class Loader:
         """Read this rank's rows of the next step. Microbatches that have fewer rows, or none, are
         filled up with padding."""
         rows, positions, stats = self._rows(), self._places(), StepBatches([], 0)
-        if isinstance(self.dataset, HasDocumentLengths):
+        if isinstance(self.dataset, HasDocumentLengths) and self._reads_whole_batch:
             rows, stats = self._assign_rows(self.dataset)
             positions = rows
         per_microbatch = self.settings.micro_batch_size
@@ -392,7 +428,7 @@ class Loader:
                 )
                 for batch, at in zip(batches, positions, strict=True)
             ]
-        if self._batch_size % per_microbatch or not samples[-1]:
+        if self._batch_size % per_microbatch or not samples[-1] or self._samples is not None:
             batches = [
                 replace(batch, part=len(ids) * num_filled / self._batch_size)
                 for batch, ids in zip(batches, rows, strict=True)
@@ -404,6 +440,11 @@ class Loader:
             num_padded_tokens=self._batch_size * size,
             num_microbatches=num_filled,
         )
+
+    @property
+    def _reads_whole_batch(self) -> bool:
+        """Whether the ranks of this group read all samples of the step."""
+        return self.share.num_groups == 1 and self._samples is None
 
     def _assign_rows(self, dataset: HasDocumentLengths) -> tuple[list[list[int]], StepBatches]:
         """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
@@ -479,15 +520,31 @@ class Loader:
     def _places(self, *, total: int | None = None) -> list[list[int]]:
         """Return the positions of those rows in the whole run: the samples themselves in sequential
         order."""
+        if self._samples is not None:
+            assignment = SampleAssignment(
+                num_samples=len(self._samples),
+                micro_batch_size=self.settings.micro_batch_size,
+                num_ranks=self._num_ranks,
+                counts=self.settings.counts,
+            )
+            return [
+                [self._position + self._samples[number] for number in microbatch]
+                for microbatch in assignment.list_microbatches(self._rank)
+            ]
         return sample_ids(
             consumed=self._position,
             global_batch_size=self._batch_size,
-            dp=self.dp.size,
+            dp=self._num_ranks,
             micro_batch_size=self.settings.micro_batch_size,
-            dp_rank=self.dp.rank,
+            dp_rank=self._rank,
             total=total,
             counts=self.settings.counts,
         )
+
+
+def count_label_counts(num_mtp_layers: int, extra: Mapping[str, ExtraTensor]) -> int:
+    """Return the number of label counts of a global batch of a dataset with these extra tensors."""
+    return 4 + num_mtp_layers + sum(not tensor.shape for tensor in extra.values())
 
 
 class _PrefetchedStep(NamedTuple):

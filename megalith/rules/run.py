@@ -2,6 +2,7 @@
 are reported together."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun, ema_problems, suite_problems
 from megalith.errors import did_you_mean, raise_all
+from megalith.launch.coordinator_protocol import parse_address
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batch_assignment import assign_rows, batch_problems, budget_problems
 from megalith.plan.batch_schedule import (
@@ -113,7 +115,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     p, t = run.parallel, run.train
     counts = count_problems(run)
     problems = counts + range_problems(run, kinds=(float,)) + plugin_problems(run)
-    problems += batch_schedule_problems(t) + skip_problems(run)
+    problems += batch_schedule_problems(t) + skip_problems(run) + replica_group_problems(run)
     if not counts:
         packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
@@ -193,6 +195,83 @@ def uneven_batch_problems(run: TrainRun, dp: int) -> list[str]:
             )
         problems.append(" ".join(texts))
     return problems
+
+
+GROUP_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""Ids of replica groups: they occur in messages and on the status page."""
+
+
+def replica_group_problems(run: TrainRun) -> list[str]:
+    """Return the messages of settings that do not work with replica groups."""
+    group, t = run.replica_group, run.train
+    if group is None:
+        return []
+    problems = []
+    try:
+        parse_address(group.coordinator)
+    except ValueError as error:
+        problems.append(f"replica_group.coordinator: {error}.")
+    if not GROUP_ID.fullmatch(group.id):
+        problems.append(
+            f"replica_group.id={group.id!r:.100} is not an id. Use up to 63 letters, digits, dots, "
+            "dashes and underscores, for example replica_group.id=a."
+        )
+    if group.max_groups is not None and group.max_groups < group.min_groups:
+        problems.append(
+            f"replica_group.max_groups={group.max_groups} is smaller than replica_group.min_groups="
+            f"{group.min_groups}. Set replica_group.max_groups to {group.min_groups} or more."
+        )
+    if group.mode != "sync":
+        problems.append(
+            f"replica_group.mode={group.mode} is not available yet. Set replica_group.mode=sync."
+        )
+    if group.timeout_seconds >= run.parallel.timeout_seconds:
+        problems.append(
+            f"replica_group.timeout_seconds={group.timeout_seconds:g} is not shorter than "
+            f"parallel.timeout_seconds={run.parallel.timeout_seconds:g}, after which the ranks of "
+            "this group end. Set replica_group.timeout_seconds to "
+            f"{run.parallel.timeout_seconds / 2:g}."
+        )
+    changes = {
+        f"data.sampler={run.data.sampler}": (
+            "data.sampler=sequential",
+            run.data.sampler != "sequential",
+        ),
+        f"train.tokens_per_microbatch={t.tokens_per_microbatch}": (
+            "train.tokens_per_microbatch=none",
+            t.tokens_per_microbatch is not None,
+        ),
+        "train.balance_rows=true": ("train.balance_rows=false", t.balance_rows),
+        f"train.skip_steps={list(t.skip_steps)}": ("train.skip_steps=[]", bool(t.skip_steps)),
+    }
+    problems += [
+        f"{setting} with replica_group: the samples of a step are divided over the groups row by "
+        f"row, and every step is trained on. Set {other}."
+        for setting, (other, applies) in changes.items()
+        if applies
+    ]
+    return problems + _replicated_router_problems(run)
+
+
+def _replicated_router_problems(run: TrainRun) -> list[str]:
+    """Return the messages of router settings whose statistics replica groups would have to sum."""
+    moe = run.model.moe
+    if moe is None:
+        return []
+    used = {
+        "model.moe.router.expert_bias=true": (moe.router.expert_bias, "false"),
+        "model.moe.aux_loss.quantile=true": (moe.aux_loss.quantile, "false"),
+        f"model.moe.aux_loss.global_batch_coeff={moe.aux_loss.global_batch_coeff}": (
+            moe.aux_loss.global_batch_coeff > 0,
+            "0",
+        ),
+    }
+    return [
+        f"{setting} with replica_group: the expert load is not summed over replica groups. Set "
+        f"{setting.partition('=')[0]}={value}, or replica_group=none."
+        for setting, (applies, value) in used.items()
+        if applies
+    ]
 
 
 def skip_problems(run: TrainRun) -> list[str]:

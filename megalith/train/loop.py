@@ -1,15 +1,18 @@
 """The training loop: steps, callbacks, and the actions that callbacks request."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.commit import remove_leftovers
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun, load_run
@@ -18,6 +21,8 @@ from megalith.errors import CheckpointError
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import (
+    GroupRates,
+    ScheduleLengths,
     batch_size_factor,
     group_rates,
     learning_rate,
@@ -27,7 +32,7 @@ from megalith.optim.schedule import (
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import describe_uneven_batches
-from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.plan.batch_schedule import BatchSizeSchedule, build_batch_schedule
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import (
     Callback,
@@ -68,16 +73,29 @@ from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
 from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
-from megalith.train.resume import PreparedRun
+from megalith.train.replica_groups import (
+    Coordinator,
+    FinishedRunCheck,
+    FinishedRunError,
+    ReplicaGroups,
+    connect_coordinator,
+)
+from megalith.train.resume import CALLBACKS, PreparedRun, TrainState
 from megalith.train.run_folder import (
     RunFolder,
     describe_resize,
     list_changed_settings,
     remove_new_folder_on_error,
 )
-from megalith.train.step import StepRequest, reduce_requests, train_step
 from megalith.train.starts import StartLog
-from megalith.train.step import StepRequest, train_step
+from megalith.train.step import (
+    StepRequest,
+    create_zero_sums,
+    reduce_requests,
+    replay_update,
+    train_step,
+)
+from megalith.train.trainer import checkpoint_entries
 
 
 def run_training(
@@ -90,6 +108,7 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
     starts: StartLog | None = None,
+    coordinator: Coordinator | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
@@ -128,7 +147,7 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
             for line in describe_uneven_batches(run, mesh.dp.size):
                 progress.print_line(line)
-        _open_checkpoints(folder.checkpoints, mesh)
+        _open_checkpoints(folder.checkpoints, mesh, shared=run.replica_group is not None)
         try:
             prepared = PreparedRun(run, folder, mesh, device, progress.print_line, starts)
         except Exception as error:
@@ -140,8 +159,21 @@ def run_training(
             sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
             for line in describe_resize(load_run(folder.config), run, **sizes):
                 progress.print_line(line)
-        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
-        outcome = TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+        groups = None
+        if run.replica_group is not None:
+            if first and coordinator is None:
+                is_finished = FinishedRunCheck(folder.checkpoints, run.train.steps)
+                coordinator = connect_coordinator(run.replica_group, is_finished)
+            groups = ReplicaGroups(run, mesh, coordinator, progress.print_line)
+        try:
+            loop = TrainLoop(prepared, progress, lock, callbacks, job_end_time, groups)
+            outcome = loop.run()
+        except BaseException:
+            if groups is not None:
+                groups.close()
+            raise
+        if groups is not None:
+            groups.leave()
         if first:
             starts.write_exit(
                 outcome.reason or outcome.kind, _EXIT_CODES[outcome.kind], step=outcome.step
@@ -153,21 +185,21 @@ _EXIT_CODES = {"done": 0, "stopped": 75, "suspect": 76}
 """Exit code of each kind of outcome."""
 
 
-def _open_checkpoints(folder: StoragePath, mesh: Mesh) -> None:
-    """Check that each rank can use an object store, and remove what a killed run has left.
-    Collective.
+def _open_checkpoints(folder: StoragePath, mesh: Mesh, *, shared: bool) -> None:
+    """Check that each rank can use an object store, and remove what a killed run has left, unless
+    other groups may be writing (`shared`). Collective.
 
     Raises:
         CheckpointError: on every rank: the store cannot be used.
     """
     if isinstance(folder, Path):
-        if mesh.world.rank == 0:
+        if mesh.world.rank == 0 and not shared:
             remove_leftovers(folder)
         return
 
     def prepare() -> None:
         storage.check_writable(folder, "checkpoint.folder")
-        if mesh.world.rank == 0:
+        if mesh.world.rank == 0 and not shared:
             remove_leftovers(folder)
 
     raise_on_all_ranks(prepare, mesh.world)
@@ -183,6 +215,93 @@ def _open_log(folder: RunFolder, run: TrainRun, rank: int) -> AbstractContextMan
     return log_to(folder.rank_log(rank), run.observe)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """Learning rates and weight decays of a step."""
+
+    lr: float
+    weight_decay: float
+    groups: Mapping[str, GroupRates]
+
+
+def compute_step_rates(
+    run: TrainRun, state: TrainState, lengths: ScheduleLengths, *, batch_size: int
+) -> StepRates:
+    """Return the rates of the next step, of this batch size."""
+    factor = batch_size_factor(
+        run.schedule, size=batch_size, full_size=run.train.global_batch_size
+    )
+    position = state.scheduled_samples
+    return StepRates(
+        learning_rate(run.schedule, position, lengths) * factor,
+        weight_decay(run.schedule, position, lengths),
+        group_rates(run.optim.groups, run.schedule, position, lengths, factor=factor),
+    )
+
+
+@dataclass(slots=True)
+class RunState:
+    """State of a run between two steps, which other replica groups may load."""
+
+    prepared: PreparedRun
+    callbacks: CallbackList
+    batch_schedule: BatchSizeSchedule
+    is_started: bool = False
+    """Whether the callbacks have received their states."""
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+        return self.prepared.state.step
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size of the next step."""
+        return self.batch_schedule.get_batch_size(self.prepared.state.consumed_samples)
+
+    @property
+    def num_counts(self) -> int:
+        """Number of label counts of a global batch."""
+        return self.prepared.count_label_counts()
+
+    def entries(self) -> list[CheckpointEntry]:
+        """Return the tensors of this rank that a checkpoint holds."""
+        self.prepared.trainer.data.wait_params()
+        self.prepared.trainer.write_guard.wait()
+        return checkpoint_entries(self.prepared.trainer)
+
+    def export(self) -> dict[str, Any]:  # Any: JSON
+        """Return what a checkpoint holds besides tensors."""
+        states = self.callbacks.state_dict() if self.is_started else self.prepared.callback_states
+        return self.prepared.state_json() | {CALLBACKS: dict(states)}
+
+    def adopt(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Continue from the state of another group; see `PreparedRun.adopt_state`."""
+        self.prepared.adopt_state(state)
+
+    def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Return gradients, losses and largest logit of a step without samples."""
+        return create_zero_sums(self.prepared.trainer)
+
+    def replay(self, gradients: Sequence[Tensor], *, scale: float, updated: bool) -> None:
+        """Repeat the update of a step that other groups have computed. Collective."""
+        run, state = self.prepared.run, self.prepared.state
+        lengths = schedule_lengths(
+            run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
+        )
+        rates = compute_step_rates(run, state, lengths, batch_size=self.batch_size)
+        if updated:
+            replay_update(
+                self.prepared.trainer,
+                gradients,
+                scale=scale,
+                lr=rates.lr,
+                weight_decay=rates.weight_decay,
+                groups=rates.groups,
+            )
+        state.count_step(samples=self.batch_size, tokens=0, updated=updated)
+
+
 class TrainLoop:
     """Runs steps, and evaluates, saves and stops as callbacks of any rank request."""
 
@@ -193,8 +312,10 @@ class TrainLoop:
         lock: RunLock | None,
         callbacks: Sequence[Callback],
         job_end_time: float | None = None,
+        groups: ReplicaGroups | None = None,
     ) -> None:
-        self.prepared, self.progress = prepared, progress
+        """`groups`: the other jobs that this one trains with; None: it trains alone."""
+        self.prepared, self.progress, self.groups = prepared, progress, groups
         run = prepared.run
         self.batch_schedule = build_batch_schedule(run.train)
         self.lengths = schedule_lengths(
@@ -241,10 +362,18 @@ class TrainLoop:
         self.view = RunView(
             prepared, progress.print_line, self.callbacks.request, self.events.record
         )
+        self._group_state = RunState(prepared, self.callbacks, self.batch_schedule)
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
         prepared, step = self.prepared, self.prepared.state.step
+        if self.groups is not None and step < prepared.run.train.steps:
+            self._phase = "while the replica groups connected"
+            try:
+                self.groups.enter(self._group_state)
+            except FinishedRunError:
+                return self._describe_finished_run()
+            step = prepared.state.step
         if step >= prepared.run.train.steps:
             write_run_files(prepared)
             self.progress.print_line(
@@ -253,7 +382,10 @@ class TrainLoop:
             return Outcome("done", step)
         try:
             self.callbacks.on_start(self.view)
+            self._group_state.is_started = True
             outcome = self._run_steps()
+        except FinishedRunError:
+            outcome = self._describe_finished_run()
         except BaseException as error:
             self.callbacks.on_error(error)
             if is_out_of_memory(error):
@@ -265,11 +397,20 @@ class TrainLoop:
         self.callbacks.raise_failures(prepared.mesh)
         return outcome
 
+    def _describe_finished_run(self) -> Outcome:
+        """Return the outcome of a run that other replica groups have finished."""
+        steps = self.prepared.run.train.steps
+        self.progress.print_line(
+            f"the other replica groups have finished the run: step {steps} is saved in "
+            f"{self.prepared.folder.checkpoints}"
+        )
+        return Outcome("done", steps)
+
     def _run_steps(self) -> Outcome:
         """Run the remaining steps, save the last one, and return how the run ended."""
         state, num_steps = self.prepared.state, self.prepared.run.train.steps
         outcome = Outcome("done", num_steps)
-        loader = self.prepared.build_loader()
+        loader = self._build_loader()
         finished: FinishedStep | None = None
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
@@ -297,6 +438,8 @@ class TrainLoop:
             if self._execute(finished.result.requests):
                 outcome = Outcome("stopped", state.step, self._stop_reason())
                 break
+            if self.groups is not None and self.groups.changes_epoch and state.step < num_steps:
+                loader = self._enter_epoch()
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
@@ -333,29 +476,57 @@ class TrainLoop:
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""
         run, state = self.prepared.run, self.prepared.state
-        rates = state.scheduled_samples, self.lengths
-        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
-        factor = batch_size_factor(
-            run.schedule, size=num_samples, full_size=run.train.global_batch_size
-        )
-        lr = learning_rate(run.schedule, *rates) * factor
-        groups = group_rates(run.optim.groups, run.schedule, *rates, factor=factor)
         started = time.perf_counter()
-        with self.timers.section("data"):
-            read_batches = loader.next()
-        batches = self.callbacks.before_step(state.step + 1, read_batches)
-        result = train_step(
-            self.prepared.trainer,
-            batches,
-            lr=lr,
-            weight_decay=weight_decay(run.schedule, *rates),
-            hooks=self.callbacks,
-            groups=groups,
-        )
+        while True:
+            # A group that has fallen behind continues at another step.
+            num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
+            rates = compute_step_rates(run, state, self.lengths, batch_size=num_samples)
+            with self.timers.section("data"):
+                read_batches = (
+                    loader.next()
+                    if self.groups is None
+                    else self.groups.read_batches(self._group_state)
+                )
+            batches = self.callbacks.before_step(state.step + 1, read_batches)
+            result = train_step(
+                self.prepared.trainer,
+                batches,
+                lr=rates.lr,
+                weight_decay=rates.weight_decay,
+                hooks=self.callbacks,
+                groups=rates.groups,
+                replica_groups=self.groups,
+                step=state.step + 1,
+            )
+            if result.is_committed:
+                break
+            self._enter_epoch()
         seconds = time.perf_counter() - started
         if not result.is_discarded:
             state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
-        return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)
+        return FinishedStep(
+            state.step, batches, rates.lr, rates.groups, result, seconds, num_samples
+        )
+
+    def _build_loader(self) -> Loader:
+        """Return the loader of the remaining steps."""
+        if self.groups is None:
+            return self.prepared.build_loader()
+        while not self.groups.build_loader(self.prepared.build_loader):
+            self.groups.enter(self._group_state)
+        return self.groups.loader
+
+    def _enter_epoch(self) -> Loader:
+        """Begin the next epoch of the replica groups, and return its loader. If this group has
+        missed steps, it continues from the state of another one."""
+        assert self.groups is not None, "the run has replica groups"
+        step, self._phase = self.prepared.state.step, "while the replica groups connected"
+        self.groups.enter(self._group_state)
+        loader = self._build_loader()
+        if self.prepared.state.step != step:
+            self.callbacks.after_rollback(self.prepared.state.step)
+        self._phase = f"in step {self.prepared.state.step + 1}"
+        return loader
 
     def _skip_step(self, loader: Loader) -> None:
         """Read the next step's samples without training on them (train.skip_steps)."""
@@ -414,6 +585,9 @@ class TrainLoop:
 
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
+        if self.groups is not None and not self.groups.is_writer:
+            self.checkpointer.leave_to_other_group()
+            return
         self._phase = f"while step {self.prepared.state.step} was saved"
         with self.timers.section("save"), self.events.section("drain", step=self.view.step):
             drained = self.checkpointer.drain_before_save()

@@ -24,9 +24,15 @@ from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import BatchSettings, Loader, MaskSettings, build_mask_settings
+from megalith.data.loader import (
+    BatchSettings,
+    Loader,
+    MaskSettings,
+    build_mask_settings,
+    count_label_counts,
+)
 from megalith.data.phases import select_read_phases
-from megalith.data.sample import SampleSettings
+from megalith.data.sample import SampleSettings, declared_extra
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import (
     CallbackError,
@@ -61,6 +67,7 @@ from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.plan.replica_groups import SINGLE_GROUP, GroupShare
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.storage import StoragePath
 from megalith.train.run_folder import (
@@ -565,8 +572,45 @@ class PreparedRun:
         if run.observe.parameters:
             write_parameters(folder, run)
 
-    def build_loader(self) -> Loader:
-        """Return the loader of the remaining steps."""
+    def adopt_state(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Continue from the state of another replica group, whose tensors were copied into those of
+        `checkpoint_entries`. Collective.
+
+        state: `state_json` of that group, with the states of its callbacks.
+
+        Raises:
+            CheckpointError: the other group has other data or another tokenizer.
+        """
+        trainer = self.trainer
+        trainer.optimizer.set_updates(int(state["optimizer_updates"]))
+        if trainer.loss_scale is not None and "loss_scale" in state:
+            trainer.loss_scale.load(state["loss_scale"])
+        all_gather_loaded_params(trainer)
+        self.state.restore(state["train"])
+        if trainer.ema is not None:
+            steps = self.state.step - self.state.skipped
+            trainer.ema.earlier_updates = steps - trainer.optimizer.updates
+        orders = int(state["order_samples"]), *map(int, state["order_longer"])
+        if orders != self.data.orders:
+            self.data = RunData(self._datasets(orders), orders)
+        assert self.data.splits.train is not None
+        for name, value in (
+            ("data", self.data.splits.train.fingerprint),
+            ("tokenizer", self.tokenizer.fingerprint),
+        ):
+            if state[name] != value:
+                raise CheckpointError(
+                    f"the other replica groups have another {name}:\n  theirs: {state[name]}\n"
+                    f"  here:   {value}\nUse the same files in all groups."
+                )
+        self.callback_states = state.get(CALLBACKS, {})
+        self.rollbacks = tuple(state.get(ROLLBACKS, ()))
+        self.is_resumed = True
+
+    def build_loader(
+        self, share: GroupShare = SINGLE_GROUP, first_samples: Sequence[int] | None = None
+    ) -> Loader:
+        """Return the loader of the remaining steps; `share` and `first_samples`: see `Loader`."""
         train = self.run.train
         assert self.data.splits.train is not None
         return Loader(
@@ -578,7 +622,15 @@ class PreparedRun:
             device=self.trainer.device,
             slicing=local_slicing(self.run.parallel, self.mesh),
             world_group=self.mesh.world,
+            share=share,
+            first_samples=first_samples,
         )
+
+    def count_label_counts(self) -> int:
+        """Return the number of label counts of a global batch (`Loader.num_counts`)."""
+        assert self.data.splits.train is not None
+        extra = declared_extra(self.data.splits.train)
+        return count_label_counts(self.run.model.mtp.num_layers, extra)
 
     def masks(self) -> MaskSettings:
         """Return which tokens attend to each other and which have labels."""

@@ -33,6 +33,7 @@ from megalith.train.forward_backward import (
     collect_logit_stats,
 )
 from megalith.train.objective import MAIN_LOSS, build_loss_normalizer
+from megalith.train.replica_groups import ReplicaGroups
 
 
 class WriteGuard:
@@ -93,8 +94,8 @@ class Trainer:
 
 
 StepStatsMessage = Tensor
-"""float64 [2 + losses + requests + 2]: sum of squares and zeros of the gradients, losses, number of
-ranks with each kind of request, `SaveCounts`."""
+"""float64 [2 + losses + requests + 3]: sum of squares and zeros of the gradients, losses, number of
+ranks with each kind of request, `SaveCounts`, number of ranks that lost a replica group."""
 
 
 class SaveCounts(NamedTuple):
@@ -130,6 +131,9 @@ class StepRequest(enum.Flag):
     STOP_NOW = enum.auto()
     """Discard the step and end the run without a save."""
 
+
+_SHARED_WITH_GROUPS = StepRequest.SAVE, StepRequest.SKIP
+"""Requests of one replica group that all groups execute: the save may be due on another group."""
 
 AFTER_STEP = StepRequest.PROFILE | StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP
 """Requests that do not change the step itself."""
@@ -206,10 +210,16 @@ class StepResult(StepStats):
     save_counts: SaveCounts = field(default=SaveCounts(), kw_only=True)
     """State of the save in flight on all ranks."""
 
+    is_committed: bool = field(default=True, kw_only=True)
+    """Whether all replica groups have completed the step; otherwise it is repeated."""
+
     @property
     def is_discarded(self) -> bool:
-        """Whether the step does not count, because of a rollback or an immediate stop."""
-        return bool(self.requests & (StepRequest.ROLLBACK | StepRequest.STOP_NOW))
+        """Whether the step does not count, because of a rollback, an immediate stop or the loss of
+        a replica group."""
+        return not self.is_committed or bool(
+            self.requests & (StepRequest.ROLLBACK | StepRequest.STOP_NOW)
+        )
 
 
 class StepHooks:
@@ -250,17 +260,27 @@ def train_step(
     weight_decay: float,
     hooks: StepHooks = NO_HOOKS,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
+    replica_groups: ReplicaGroups | None = None,
+    step: int = 0,
 ) -> StepResult:
     """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
 
-    `groups`: learning rate and weight decay of `optim.groups`.
+    `groups`: learning rate and weight decay of `optim.groups`. `replica_groups`: the other jobs of
+    which this step, number `step`, is a part.
 
     Raises:
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
         CallbackError: a callback requests more than `MAX_RERUNS` reruns.
     """
-    backward = _run_backward(trainer, batches, hooks)
+    backward = _run_backward(trainer, batches, hooks, replica_groups)
+    if replica_groups is not None and backward.is_partial:
+        replica_groups.commit(step, ok=False)
+        return _build_result(backward, requests=StepRequest.NONE, is_committed=False)
     requests = _decide(backward, hooks)
+    if replica_groups is not None:
+        requests = _limit_to_groups(requests)
+        if not replica_groups.commit(step, ok=True):
+            return _build_result(backward, requests=StepRequest.NONE, is_committed=False)
     after_step = StepRequest.NONE  # requests that a rerun does not fulfill
     while StepRequest.RERUN in requests:
         after_step |= requests & ~StepRequest.RERUN
@@ -273,30 +293,109 @@ def train_step(
         trainer.loss_scale.update(overflow=not stats.is_finite)
     # Without labels, momentum and weight decay would still change the weights.
     updates = applies and stats.is_finite and not stats.empty
+    if replica_groups is not None:
+        replica_groups.note_update(updated=updates)
     if updates:
-        with trainer.timers.section("optimizer"):
-            trainer.write_guard.wait()
-            trainer.optimizer.step(
-                [o.gradient for o in backward.local_params],
-                lr=lr,
-                weight_decay=weight_decay,
-                groups=groups,
-                scale=_gradient_multiplier(backward.norm, trainer.run.optim.clip_grad, scale),
-            )
-            for update_weights in trainer.weight_updates:
-                update_weights(trainer.pipeline_model.modules, trainer.mesh)
-        with trainer.timers.section("param_gather"):
-            trainer.data.all_gather_params()
+        _update(trainer, backward.local_params, backward.norm, scale, lr, weight_decay, groups)
     elif applies and not stats.is_finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {stats.grad_norm}: not finite in "
             f"{describe_nonfinite_gradients(trainer)}. "
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
+    return _build_result(backward, requests=requests, updated=updates)
+
+
+def _update(
+    trainer: Trainer,
+    local_params: Sequence[ShardedParam],
+    norm: Tensor,
+    scale: float,
+    lr: float,
+    weight_decay: float,
+    groups: Mapping[str, GroupRates],
+) -> None:
+    """Update the weights from summed gradients, and all-gather them."""
+    with trainer.timers.section("optimizer"):
+        trainer.write_guard.wait()
+        trainer.optimizer.step(
+            [param.gradient for param in local_params],
+            lr=lr,
+            weight_decay=weight_decay,
+            groups=groups,
+            scale=_gradient_multiplier(norm, trainer.run.optim.clip_grad, scale),
+        )
+        for update_weights in trainer.weight_updates:
+            update_weights(trainer.pipeline_model.modules, trainer.mesh)
+    with trainer.timers.section("param_gather"):
+        trainer.data.all_gather_params()
+
+
+def create_zero_sums(trainer: Trainer) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Return gradients, losses and largest logit (None: it is not logged) of a step without
+    samples, for a replica group that takes part in its sums."""
+    gradients = [torch.zeros_like(param.gradient) for param in trainer.data.local_params]
+    logs_logits = trainer.pipeline_model.logit_stats is not None
+    num_losses = len(trainer.pipeline_model.objective.losses) + logs_logits
+    losses = torch.zeros(num_losses, dtype=torch.float64, device=trainer.device)
+    return gradients, losses, losses.new_zeros(1) if logs_logits else None
+
+
+def replay_update(
+    trainer: Trainer,
+    gradients: Sequence[Tensor],
+    *,
+    scale: float,
+    lr: float,
+    weight_decay: float,
+    groups: Mapping[str, GroupRates],
+) -> None:
+    """Repeat the update of a step from gradients that are summed over ranks and replica groups and
+    have this loss scale. Collective; with the message of a step, so that the norm has the same
+    bits."""
+    local_params = trainer.data.local_params
+    trainer.data.wait_params()
+    for param, gradient in zip(local_params, gradients, strict=True):
+        param.gradient.copy_(gradient)
+    _, losses, _ = create_zero_sums(trainer)
+    norm = reduce_step_stats(trainer, local_params, losses)[0].sqrt() / scale
+    _update(trainer, local_params, norm, scale, lr, weight_decay, groups)
+
+
+def _build_result(
+    backward: "_Backward",
+    *,
+    requests: StepRequest,
+    updated: bool = False,
+    is_committed: bool = True,
+) -> StepResult:
+    """Return the result of a step whose update has been applied, skipped or discarded."""
+    stats = backward.stats
     values = {each.name: getattr(stats, each.name) for each in fields(StepStats)}
     return StepResult(
-        **values, updated=updates, requests=requests, save_counts=backward.save_counts
+        **values,
+        updated=updated,
+        requests=requests,
+        save_counts=backward.save_counts,
+        is_committed=is_committed,
     )
+
+
+def _limit_to_groups(requests: StepRequest) -> StepRequest:
+    """Return the requests that a step with replica groups can execute.
+
+    A rerun would compare the ranks of one group only, so the step is not repeated; gradients that
+    are not finite are skipped as always.
+
+    Raises:
+        CallbackError: a rollback was requested.
+    """
+    if StepRequest.ROLLBACK in requests:
+        raise CallbackError(
+            "a callback requested a rollback, which is not possible with replica_group. Request "
+            "SKIP or STOP instead, or run without the callback."
+        )
+    return requests & ~StepRequest.RERUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +413,17 @@ class _Backward:
     """Gradient norm without the loss scale, on the device."""
     scale: float
     """Loss scale that the gradients contain."""
+    is_partial: bool = False
+    """Whether the sums lack a replica group that was lost."""
 
 
 def _run_backward(
-    trainer: Trainer, batches: StepBatches, hooks: StepHooks, *, rerun_of: _Backward | None = None
+    trainer: Trainer,
+    batches: StepBatches,
+    hooks: StepHooks,
+    replica_groups: ReplicaGroups | None = None,
+    *,
+    rerun_of: _Backward | None = None,
 ) -> _Backward:
     """Run forward and backward of all microbatches and combine the statistics of all ranks.
 
@@ -339,24 +445,38 @@ def _run_backward(
     requests_of_rank = hooks.after_backward(local_params)
     with trainer.timers.section("step_stats"):
         logit_stats = _collect_logit_stats(trainer)
+        local_losses, largest, failed = losses, None, False
+        if logit_stats is not None:
+            local_losses = torch.cat([losses - logit_stats.z, logit_stats.z[:1]])
+            largest = logit_stats.largest
+        if replica_groups is not None:
+            shared = [float(kind in requests_of_rank) for kind in _SHARED_WITH_GROUPS]
+            gradients = [param.gradient for param in local_params]
+            over_groups = replica_groups.sum_step(
+                gradients, local_losses, shared, largest, scale
+            )
+            local_losses, largest = over_groups.losses, over_groups.max_logit
+            failed = over_groups.failed
+            for kind, count in zip(_SHARED_WITH_GROUPS, over_groups.requests, strict=True):
+                requests_of_rank |= kind if count else StepRequest.NONE
         message = reduce_step_stats(
             trainer,
             local_params,
-            losses
-            if logit_stats is None
-            else torch.cat([losses - logit_stats.z, logit_stats.z[:1]]),
+            local_losses,
             requests_of_rank,
             hooks.count_saves(),
+            failed=failed,
         )
         squares, zeros, *sums = (
-            message if logit_stats is None else torch.cat([message, logit_stats.largest])
+            message if largest is None else torch.cat([message, largest])
         ).tolist()
-    max_logit = None if logit_stats is None else sums.pop()
+    max_logit = None if largest is None else sums.pop()
+    num_failed = sums.pop()
     save_counts = SaveCounts(*map(int, sums[-2:]))
     requests = _read_requests(sums[-len(StepRequest) - 2 : -2])
     means = normalizer.mean_losses(sums[: len(normalizer.terms)])
     z_loss = None
-    if logit_stats is not None:
+    if largest is not None:
         z_loss = sums[len(normalizer.terms)] / max(1, batches.num_labels)
     stats = StepStats(
         means.pop(MAIN_LOSS),
@@ -368,7 +488,9 @@ def _run_backward(
         empty=not any(normalizer.totals[term.count] for term in normalizer.terms.values()),
     )
     norm = message[0].sqrt() / scale
-    backward = _Backward(stats, requests, save_counts, local_params, losses, norm, scale)
+    backward = _Backward(
+        stats, requests, save_counts, local_params, losses, norm, scale, num_failed > 0
+    )
     if rerun_of is None:
         return backward
     is_equal = gather_objects(_checksum_gradients(backward) == before, mesh.world)
@@ -411,8 +533,13 @@ def reduce_step_stats(
     losses: Tensor,
     requests: StepRequest = StepRequest.NONE,
     save_counts: SaveCounts = SaveCounts(),  # noqa: B008 - it is immutable
+    *,
+    failed: bool = False,
 ) -> StepStatsMessage:
-    """All-reduce the statistics of a step in one message. Collective over the mesh."""
+    """All-reduce the statistics of a step in one message. Collective over the mesh.
+
+    `failed`: this rank's gradients were not summed over the replica groups.
+    """
     mesh = trainer.mesh
     gradients = [(o.shard, o.gradient) for o in local_params]
     local_gradients = first_replica_gradients(gradients, trainer.first_replicas)
@@ -426,7 +553,8 @@ def reduce_step_stats(
     local_losses = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
     gradient_stats = torch.stack([sum_of_squares(local_gradients, trainer.device), zeros])
     # A sum over ranks: each kind of request has its own count.
-    counts = [*(float(kind in requests) for kind in StepRequest), *map(float, save_counts)]
+    requested = [float(kind in requests) for kind in StepRequest]
+    counts = [*requested, *map(float, save_counts), float(failed)]
     local_counts = losses.new_tensor(counts)
     return all_reduce_(torch.cat([gradient_stats, local_losses, local_counts]), mesh.world)
 

@@ -574,6 +574,10 @@ class Checkpointer(Callback):
         state = self.collect_state(entries, callback_states)
         return self._write(entries, state, final=final, overlap=overlap and not final)
 
+    def leave_to_other_group(self) -> None:
+        """Count this step as saved, because another replica group saves it."""
+        self.saved_step, self._is_delayed = self._run.step, False
+
     def collect_state(
         self,
         entries: Sequence[CheckpointEntry],

@@ -270,21 +270,27 @@ def requests_of_first_rank(
     losses: Tensor,
     requests: StepRequest,
     save_counts: SaveCounts,
+    **options: bool,
 ) -> Tensor:
     """Only the callback requests of the first rank are executed."""
     is_first = trainer.mesh.world.rank == 0
     executed = requests if is_first else StepRequest.NONE
-    message: Tensor = original(trainer, params, losses, executed, save_counts)
+    message: Tensor = original(trainer, params, losses, executed, save_counts, **options)
     return message
 
 
 @replaces(step, "_run_backward", "dp, transient fault")
 def rerun_added_to_gradients(
-    original: Original, trainer: Trainer, batches: object, hooks: object, *, rerun_of: Any = None
+    original: Original,
+    trainer: Trainer,
+    batches: object,
+    hooks: object,
+    *groups: object,
+    rerun_of: Any = None,
 ) -> Any:
     """The gradients of a rerun are added to those of the run before."""
     before = [] if rerun_of is None else [one.gradient.clone() for one in rerun_of.local_params]
-    backward = original(trainer, batches, hooks, rerun_of=rerun_of)
+    backward = original(trainer, batches, hooks, *groups, rerun_of=rerun_of)
     for param, gradient in zip(backward.local_params, before, strict=rerun_of is not None):
         param.gradient.add_(gradient)
     return backward

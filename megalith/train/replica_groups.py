@@ -1,0 +1,868 @@
+"""Replica groups (fault tolerance): jobs that train together, each with the full model.
+
+A step of several groups is a step of one job whose samples are divided over the groups. After its
+own gradient reduction, rank r of each group sums its gradient shards with rank r of the others,
+then the groups vote. If a group is lost before the vote, the step is discarded before any weight
+has changed: the other groups keep the gradients of their samples, compute those of the lost group,
+and sum again. The set of participants is constant for an epoch, which the coordinator begins.
+"""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from megalith import __version__
+from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.manifest import list_complete_checkpoints
+from megalith.checkpoint.state_transfer import (
+    ReceivedState,
+    StateServer,
+    fetch_state,
+)
+from megalith.config.replica_group import ReplicaGroupConfig
+from megalith.config.train import TrainRun
+from megalith.config.tree import flatten
+from megalith.data.loader import Loader, StepBatches
+from megalith.errors import ConfigError, UserError
+from megalith.launch.coordinator_client import CoordinatorClient, CoordinatorInterrupted
+from megalith.launch.coordinator_protocol import parse_address
+from megalith.parallel.group import all_reduce_, gather_objects
+from megalith.parallel.group_exchange import (
+    GroupExchangeError,
+    PeerListener,
+    RingExchange,
+    RingMember,
+    connect_ring,
+)
+from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_assignment import build_microbatch_counts
+from megalith.plan.batch_schedule import largest_batch_size
+from megalith.plan.quorum import Decision, Epoch, QuorumLimits
+from megalith.plan.replica_groups import (
+    SINGLE_GROUP,
+    GroupAssignment,
+    GroupShare,
+    list_missing_samples,
+)
+from megalith.storage import StoragePath
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""Time after which the ranks of a group that wait for rank 0 begin a new collective, so that none
+looks like a hang while rank 0 waits for the coordinator (heuristic)."""
+
+NUM_SHARED_REQUESTS = 2
+"""Kinds of requests that are sent to all groups (`train/step.py`)."""
+
+LAST_UPDATED = "last_updated"
+"""Key of the state for a group that has caught up: whether its step has changed the weights."""
+
+MAX_LAG = 1 << 30
+"""Steps that a group may have missed when an epoch begins: any number, since it then loads the
+state of another participant."""
+
+CHECK_SECONDS = 10.0
+"""Interval of the checks whether the other groups have finished the run (heuristic: much longer
+than a listing of an object store takes)."""
+
+T = TypeVar("T")
+
+
+class Coordinator(Protocol):
+    """Connection of rank 0 to the coordinator."""
+
+    def join(
+        self,
+        *,
+        group: str,
+        addresses: Sequence[str],
+        committed_step: int,
+        settings: Mapping[str, str],
+        state_addresses: Sequence[str],
+    ) -> Epoch:
+        """Wait for an epoch."""
+
+    def vote(self, *, epoch: int, step: int, ok: bool) -> Decision:
+        """Vote about a step, and wait for the decision."""
+
+    def leave(self) -> None:
+        """Leave the run, and close the connection."""
+
+    def close(self) -> None:
+        """Close the connection without a message: this group counts as lost."""
+
+
+class GroupState(Protocol):
+    """State of this group between two steps, which other groups may load."""
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size of the next step."""
+
+    @property
+    def num_counts(self) -> int:
+        """Number of label counts of a global batch (`Loader.num_counts`)."""
+
+    def entries(self) -> Sequence[CheckpointEntry]:
+        """Return this rank's tensors."""
+
+    def export(self) -> dict[str, Any]:  # Any: JSON
+        """Return the state besides tensors, equal on all ranks."""
+
+    def adopt(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Continue from the state of another group, whose tensors are in those of `entries`.
+        Collective over the group's mesh."""
+
+    def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Return gradients, losses and largest logit of a step without samples."""
+
+    def replay(self, gradients: Sequence[Tensor], *, scale: float, updated: bool) -> None:
+        """Repeat the update of a step that other groups have computed, from its summed gradients,
+        which have this loss scale. Collective over the group's mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSums:
+    """Sums of a step over the groups, for one rank."""
+
+    losses: Tensor
+    requests: Sequence[float]
+    """Number of groups with each kind of shared request."""
+    max_logit: Tensor | None
+    failed: bool
+    """Whether a group was lost; the sums are those of this group then."""
+    counts: Sequence[float] = ()
+    """Counts of the global batch of the next step."""
+    last_updated: bool = False
+    """Whether the step before has changed the weights."""
+    scale: float = 1.0
+    """Loss scale of the gradients."""
+    joins: Collection[str] = ()
+    """Groups that have caught up, and compute from the next step on."""
+
+
+@dataclass(slots=True)
+class _KeptStep:
+    """What this group has computed of a step that was not committed yet."""
+
+    samples: set[int] = field(default_factory=set)
+    """Samples whose gradients are in `gradients`."""
+    gradients: list[Tensor] = field(default_factory=list)
+    losses: Tensor | None = None
+    max_logit: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _MissedStep:
+    """A step that the other groups have committed while this one loads its state."""
+
+    gradients: list[Tensor]
+    scale: float
+    updated: bool | None = None
+    """Whether it has changed the weights; None: not known yet."""
+
+
+@dataclass(slots=True)
+class _CatchUp:
+    """Progress of a group that loads the state of another one while the others train."""
+
+    future: Future[ReceivedState]
+    source: str
+    missed_steps: list[_MissedStep] = field(default_factory=list)
+    is_loaded: bool = False
+
+
+class ReplicaGroups:
+    """Participation of this rank in the epochs of a run with replica groups. All methods are
+    collective over the group's mesh."""
+
+    def __init__(
+        self,
+        run: TrainRun,
+        mesh: Mesh,
+        coordinator: Coordinator | None,
+        print_line: Callable[[str], None],
+    ) -> None:
+        """`coordinator`: set on rank 0."""
+        config = run.replica_group
+        assert config is not None, "replica_group is set"
+        self.run, self.config, self.mesh, self._coordinator = run, config, mesh, coordinator
+        self._print_line = print_line
+        self._settings = list_compared_settings(run, mesh.world.size)
+        host = find_own_host(config)
+        self._listener = PeerListener.open(host)
+        self._server = StateServer(host, self._digest.hex(), torch.device("cpu"))
+        self._threads = ThreadPoolExecutor(1) if mesh.world.size > 1 else None
+        self._loading = ThreadPoolExecutor(1)
+        self._catch_up: _CatchUp | None = None
+        """Set while this group loads the state of another one."""
+        self._is_complete = True
+        """Whether the tensors are those of the step of this group."""
+        self._active: tuple[str, ...] = ()
+        """Participants that have the newest state, and compute."""
+        self._joins: set[str] = set()
+        """Participants that have caught up, and compute from the next step on."""
+        self._step = 0
+        """Number of committed steps."""
+        self._last_updated = False
+        self._exchange: RingExchange | None = None
+        self._epoch: Epoch | None = None
+        self._next_epoch: Epoch | None = None
+        self._counts: list[float] | None = None
+        """Counts of the global batch of the next step; None: unknown."""
+        self._sums: GroupSums | None = None
+        """Result of the present step."""
+        self._kept = _KeptStep()
+        self._attempt = _KeptStep()
+        self._spare: list[Tensor] = []
+        self._loader: Loader | None = None
+        self.share = SINGLE_GROUP
+        self.samples: tuple[int, ...] | None = None
+        """Samples of the next step that no group has computed yet; None: all."""
+
+    @property
+    def changes_epoch(self) -> bool:
+        """Whether other groups compute the next step, for which `enter` must be called."""
+        return self._exchange is None or self._next_epoch is not None or bool(self._joins)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this group writes the checkpoints."""
+        return self.share.index == 0
+
+    # --- epochs
+
+    def enter(self, state: GroupState) -> None:
+        """Begin the next epoch: connect to the other participants. If this group has missed steps,
+        it first loads the state of another one, while the others train. Waits until there are
+        enough groups.
+
+        Raises:
+            ConfigError: the other groups have other settings.
+            FinishedRunError: the other groups have finished the run.
+        """
+        while True:
+            if self._exchange is not None and self._next_epoch is None:
+                succeeds = self._admit(state) if self._joins else True
+            else:
+                self._epoch = self._take_epoch(state.step)
+                self._close_exchange()
+                succeeds = self._open_epoch(self._epoch, state)
+            if succeeds and self._catch_up is not None:
+                succeeds = self._catch_up_while_others_train(self._catch_up, state)
+            if not succeeds:
+                self._vote(self._step + 1, ok=False)
+            elif self._catch_up is None and not self.changes_epoch:
+                break
+        assert self._epoch is not None, "an epoch has begun"
+        names = ", ".join(self._active)
+        self._print_line(
+            f"step {state.step}: epoch {self._epoch.number} with {len(self._active)} replica "
+            f"group{'s' * (len(self._active) > 1)}: {names}"
+        )
+
+    def _take_epoch(self, step: int) -> Epoch:
+        """Return the epoch that the coordinator has announced, or join."""
+        if self._next_epoch is not None:
+            epoch, self._next_epoch = self._next_epoch, None
+            return epoch
+        # the others may have computed the samples of this group in the meantime
+        self._kept = _KeptStep()
+        gathered = gather_objects(
+            (self._listener.address, self._server.address), self.mesh.world
+        )
+        pairs = cast(list[tuple[str, str]], gathered)
+        if not self._is_complete:
+            step = 0
+        return self._ask_coordinator(
+            lambda coordinator: coordinator.join(
+                group=self.config.id,
+                addresses=[address for address, _ in pairs],
+                state_addresses=[address for _, address in pairs],
+                committed_step=step,
+                settings=self._settings,
+            )
+        )
+
+    def _open_epoch(self, epoch: Epoch, state: GroupState) -> bool:
+        """Connect the ring and exchange what each group has; offer the state of this group to
+        others, or begin to load one. Return whether this succeeded on all ranks.
+
+        Raises:
+            GroupExchangeError: no group has the newest state any more.
+        """
+        if self._step != epoch.step and self._catch_up is not None:
+            self._abandon_catch_up()  # it has not received all steps since the snapshot
+        self._step, self._joins = epoch.step, set()
+        member = RingMember(
+            epoch.number, epoch.participants, self.config.id, self.mesh.world.rank, self._digest
+        )
+        holdings: list[float] = []
+
+        def connect() -> None:
+            address = epoch.addresses[member.next_group][member.rank]
+            self._exchange = connect_ring(
+                self._listener, member, address, timeout_seconds=self.config.timeout_seconds
+            )
+            holdings.extend(self._exchange_holdings(self._exchange, state))
+
+        if not self._succeeds_on_all_ranks(connect):
+            return False
+        self._settle(holdings, epoch, state)
+        groups = len(epoch.participants)
+        needs_source = [
+            name
+            for name, count in zip(epoch.participants, holdings[groups : 2 * groups])
+            if count > 0
+        ]
+        source_of = {
+            name: self._active[n % len(self._active)] for n, name in enumerate(needs_source)
+        }
+        if self.config.id in source_of.values():
+            self._server.offer(state.step, state.entries(), state.export())
+        if self.config.id in source_of:
+            self._begin_catch_up(epoch, source_of[self.config.id], state)
+        return True
+
+    def _exchange_holdings(self, exchange: RingExchange, state: GroupState) -> list[float]:
+        """Return what the groups have, summed: the newest state, and the need of a source of it
+        (per group), the counts of the next step (number of groups, then values), and its samples
+        (per sample)."""
+        has_state = self._has_state(state)
+        slots = [0.0] * (2 * exchange.num_groups)
+        slots[exchange.index] = float(has_state)
+        needs_source = not has_state and self._catch_up is None
+        slots[exchange.num_groups + exchange.index] = float(needs_source)
+        known = self._counts if has_state else None
+        counts = [0.0] * (1 + state.num_counts) if known is None else [1.0, *known]
+        samples = self._kept.samples if has_state else set()
+        kept = [float(number in samples) for number in range(self._max_batch_size)]
+        vector = torch.tensor([*slots, *counts, *kept], dtype=torch.float64)
+        exchange.all_reduce_([vector])
+        return [*vector.tolist()]
+
+    def _has_state(self, state: GroupState) -> bool:
+        """Return whether this group has the newest state."""
+        return self._is_complete and self._catch_up is None and state.step == self._step
+
+    def _settle(self, holdings: Sequence[float], epoch: Epoch, state: GroupState) -> None:
+        """Set who computes the next step, and which samples of it."""
+        groups = len(epoch.participants)
+        active = [name for name, has in zip(epoch.participants, holdings[:groups]) if has > 0]
+        if not active:
+            raise GroupExchangeError(
+                f"no replica group has the state of step {self._step} any more. Start this group "
+                "again: it continues from the newest checkpoint."
+            )
+        self._active = tuple(active)
+        num_known, *rest = holdings[2 * groups :]
+        counts = rest[: state.num_counts]
+        self._counts = [value / num_known for value in counts] if num_known else None
+        if self.config.id in active:
+            self.share = GroupShare(active.index(self.config.id), len(active))
+            kept = rest[state.num_counts :][: state.batch_size]
+            self.samples = list_missing_samples(kept) if any(kept) else None
+
+    # --- a group that joins
+
+    def _begin_catch_up(self, epoch: Epoch, source: str, state: GroupState) -> None:
+        """Begin to load the state of another group, from a thread."""
+        self._is_complete = False
+        entries = state.entries()
+        future = self._loading.submit(
+            fetch_state,
+            epoch.state_addresses[source],
+            entries,
+            run=self._digest.hex(),
+            step=epoch.step,
+            timeout_seconds=self.config.timeout_seconds,
+            rank=self.mesh.world.rank,
+        )
+        self._catch_up = _CatchUp(future, source)
+
+    def _abandon_catch_up(self) -> None:
+        """Wait until the thread writes no tensors any more."""
+        if self._catch_up is not None:
+            wait([self._catch_up.future])
+            self._catch_up = None
+
+    def _catch_up_while_others_train(self, progress: _CatchUp, state: GroupState) -> bool:
+        """Receive the gradients of the steps that the others compute, until this group has loaded
+        the snapshot and repeated them. Return False if a group was lost.
+
+        It takes part in the exchange and votes, without samples.
+        """
+        while True:
+            if not progress.is_loaded and self._all_ranks(progress.future.done()):
+                if not self._all_ranks(progress.future.exception() is None):
+                    _log.warning("state transfer failed: %s", progress.future.exception())
+                    self._close_exchange()
+                    self._catch_up = None
+                    return False
+                state.adopt(progress.future.result().state)
+                progress.is_loaded = True
+                self._print_line(
+                    f"step {self._step}: loaded the state of step {state.step} from replica group "
+                    f"{progress.source}"
+                )
+            if progress.is_loaded:
+                self._replay(progress, state)
+            is_ready = progress.is_loaded and len(progress.missed_steps) <= 1
+            gradients, losses, largest = state.create_zero_sums()
+            sums: list[GroupSums] = []
+            arguments = gradients, losses, [0.0] * NUM_SHARED_REQUESTS, largest
+            counts = [0.0] * state.num_counts
+
+            def exchange(
+                sums: list[GroupSums] = sums,
+                arguments: Any = arguments,  # Any: those of _sum_over_groups
+                counts: list[float] = counts,
+                is_ready: bool = is_ready,
+            ) -> None:
+                sums.append(self._sum_over_groups(*arguments, counts, 0.0, is_ready=is_ready))
+
+            if not self._succeeds_on_all_ranks(exchange):
+                return False
+            if not self._vote(self._step + 1, ok=True):
+                return True
+            self._note_commit(sums[0])
+            if progress.missed_steps:
+                progress.missed_steps[-1].updated = sums[0].last_updated
+            progress.missed_steps.append(_MissedStep(gradients, sums[0].scale))
+            if self._exchange is None or self._next_epoch is not None:
+                return True
+            if self._joins:
+                return self._admit(state)
+
+    def _replay(self, progress: _CatchUp, state: GroupState) -> None:
+        """Repeat the steps of which it is known whether they have changed the weights."""
+        while progress.missed_steps and progress.missed_steps[0].updated is not None:
+            missed = progress.missed_steps.pop(0)
+            state.replay(missed.gradients, scale=missed.scale, updated=bool(missed.updated))
+
+    def _admit(self, state: GroupState) -> bool:
+        """Let groups that have caught up compute from the next step on: they receive counters and
+        the states of callbacks from the first active group, over the ring. Return whether no group was lost."""
+        epoch, exchange, progress = self._epoch, self._exchange, self._catch_up
+        assert epoch is not None and exchange is not None, "an epoch has begun"
+        joins, self._joins = self._joins, set()
+        sent: Mapping[str, Any] | None = None  # Any: JSON
+        if self.config.id == self._active[0]:
+            sent = state.export() | {LAST_UPDATED: self._last_updated}
+        received: list[dict[str, Any]] = []  # Any: JSON
+        if not self._succeeds_on_all_ranks(
+            lambda: received.append(_broadcast_json(exchange, sent))
+        ):
+            return False
+        if progress is not None and self.config.id in joins:
+            if progress.missed_steps:
+                progress.missed_steps[-1].updated = bool(received[0][LAST_UPDATED])
+            self._replay(progress, state)
+            state.adopt(received[0])
+            self._catch_up, self._is_complete, self._kept = None, True, _KeptStep()
+        holdings: list[float] = []
+        if not self._succeeds_on_all_ranks(
+            lambda: holdings.extend(self._exchange_holdings(exchange, state))
+        ):
+            return False
+        self._settle(holdings, epoch, state)
+        return True
+
+    def _all_ranks(self, value: bool) -> bool:
+        """Return whether a value is true on all ranks of the group."""
+        return not all_reduce_(torch.tensor([float(not value)]), self.mesh.world).item()
+
+    def build_loader(self, build: Callable[[GroupShare, tuple[int, ...] | None], Loader]) -> bool:
+        """Build the loader of the steps of this epoch; return False if another epoch must be
+        entered first."""
+        self._loader = build(self.share, self.samples)
+        if self._counts is not None:
+            return True
+        vector = torch.tensor(self._loader.peek_counts(), dtype=torch.float64)
+        exchange = self._exchange
+        assert exchange is not None and self._epoch is not None, "an epoch has begun"
+        if not self._succeeds_on_all_ranks(lambda: exchange.all_reduce_([vector])):
+            self._vote(self._epoch.step + 1, ok=False)
+            return False
+        self._counts = vector.tolist()
+        return True
+
+    @property
+    def loader(self) -> Loader:
+        """Loader of the samples of this group in the present epoch."""
+        assert self._loader is not None, "build_loader has been called"
+        return self._loader
+
+    # --- steps
+
+    def read_batches(self, state: GroupState) -> StepBatches:
+        """Return the batches of this group in the next step, with the counts of the global
+        batch."""
+        batches = self.loader.next()
+        train = self.run.train
+        samples = tuple(range(state.batch_size)) if self.samples is None else self.samples
+        assignment = GroupAssignment(
+            samples=samples,
+            share=self.share,
+            micro_batch_size=train.micro_batch_size,
+            dp=self.mesh.dp.size,
+            counts=build_microbatch_counts(self.run.parallel, self.run.model),
+        )
+        self._attempt = _KeptStep({*assignment.list_own_samples()} | self._kept.samples)
+        assert self._counts is not None, "the counts were exchanged in the step before"
+        return self.loader.with_counts(batches, self._counts)
+
+    def sum_step(
+        self,
+        gradients: Sequence[Tensor],
+        losses: Tensor,
+        requests: Sequence[float],
+        max_logit: Tensor | None,
+        scale: float,
+    ) -> GroupSums:
+        """Sum gradients in place, losses and requests over the groups, after adding what this group
+        has kept of the step. Not collective over the mesh.
+
+        max_logit: float64 [1]; scale: loss scale of the gradients. The message also has the counts
+        of the next step.
+        """
+        self._sums, kept = None, self._kept
+        for gradient, tensor in zip(gradients, kept.gradients):
+            gradient.add_(tensor)
+        if kept.losses is not None:
+            losses = losses + kept.losses
+        if max_logit is not None and kept.max_logit is not None:
+            max_logit = torch.maximum(max_logit, kept.max_logit)
+        self._attempt.gradients = self._copy(gradients)
+        self._attempt.losses, self._attempt.max_logit = losses, max_logit
+        counts = self.loader.peek_counts()
+        try:
+            self._sums = self._sum_over_groups(
+                gradients, losses, requests, max_logit, counts, scale
+            )
+            return self._sums
+        except GroupExchangeError as error:
+            _log.warning("the gradients were not summed over the replica groups: %s", error)
+            for gradient, tensor in zip(gradients, self._attempt.gradients, strict=True):
+                gradient.copy_(tensor)
+            return GroupSums(losses, requests, max_logit, failed=True)
+
+    def _sum_over_groups(
+        self,
+        gradients: Sequence[Tensor],
+        losses: Tensor,
+        requests: Sequence[float],
+        max_logit: Tensor | None,
+        counts: Sequence[float],
+        scale: float,
+        *,
+        is_ready: bool = False,
+    ) -> GroupSums:
+        """Sum gradients in place, and the other values, over the groups.
+
+        Raises:
+            GroupExchangeError: a group was lost.
+        """
+        exchange = self._exchange
+        if exchange is None:
+            raise GroupExchangeError("the connections of the epoch are closed")
+        groups, index = exchange.num_groups, exchange.index
+        logits = [0.0] * (0 if max_logit is None else groups)
+        if max_logit is not None and self._catch_up is None:
+            logits[index] = max_logit.item()
+        ready = [float(is_ready and number == index) for number in range(groups)]
+        is_first = self.config.id == self._active[0]
+        status = [float(self._last_updated), scale] if is_first else [0.0, 0.0]
+        host = losses.to("cpu", torch.float64)
+        numbers = [*requests, *counts, *status, *ready, *logits]
+        vector = torch.cat([host, torch.tensor(numbers, dtype=torch.float64)])
+        exchange.all_reduce_([*gradients, vector])
+        sums, shared, summed_counts, summed_status, joins, largest = _split(
+            vector.tolist(), len(host), len(requests), len(counts), 2, groups
+        )
+        active = [
+            value
+            for name, value in zip(exchange.member.participants, largest)
+            if name in self._active
+        ]
+        return GroupSums(
+            losses.new_tensor(sums),
+            shared,
+            None if max_logit is None else max_logit.new_tensor([max(active)]),
+            failed=False,
+            counts=summed_counts,
+            last_updated=summed_status[0] > 0,
+            scale=summed_status[1],
+            joins={
+                name for name, value in zip(exchange.member.participants, joins) if value > 0
+            },
+        )
+
+    def _note_commit(self, sums: GroupSums) -> None:
+        """Continue after a committed step."""
+        self._step += 1
+        self._counts, self._joins = list(sums.counts), set(sums.joins)
+
+    def _copy(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the gradients, in memory that is used again after a commit."""
+        copies, self._spare = self._spare, []
+        if len(copies) != len(gradients):
+            copies = [torch.empty_like(gradient) for gradient in gradients]
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.copy_(gradient)
+        return copies
+
+    def commit(self, step: int, *, ok: bool) -> bool:
+        """Vote about step number `step`, and return whether all participants apply its update.
+
+        After a discarded step the next epoch begins, in which the samples of lost groups are
+        computed again.
+        """
+        if self._vote(step, ok=ok):
+            self._spare = self._attempt.gradients
+            self._kept, self.samples = _KeptStep(), None
+            assert self._sums is not None, "the step was committed, so it was summed"
+            self._note_commit(self._sums)
+            return True
+        self._kept = self._attempt
+        return False
+
+    def note_update(self, *, updated: bool) -> None:
+        """Note whether the committed step has changed the weights."""
+        self._last_updated = updated
+
+    def _vote(self, step: int, *, ok: bool) -> bool:
+        epoch = self._epoch
+        assert epoch is not None, "an epoch has begun"
+        decision = self._ask_coordinator(
+            lambda coordinator: coordinator.vote(epoch=epoch.number, step=step, ok=ok)
+        )
+        if not decision.commit:
+            self._print_line(f"step {step}: discarded in epoch {epoch.number}: {decision.reason}")
+        self._next_epoch = decision.epoch
+        if decision.epoch is None and (decision.rejoin or not decision.commit):
+            self._close_exchange()  # `enter` joins again
+        return decision.commit
+
+    def leave(self) -> None:
+        """End the participation of this group, whose run has ended."""
+        if self._coordinator is not None:
+            with suppress(UserError, OSError):
+                self._coordinator.leave()
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections: for the other groups, this one is lost."""
+        self._close_exchange()
+        self._listener.close()
+        self._server.close()
+        self._loading.shutdown(wait=False, cancel_futures=True)
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- within the group
+
+    def _ask_coordinator(self, request: Callable[[Coordinator], T]) -> T:
+        """Return rank 0's result of a request on all ranks."""
+        coordinator, world = self._coordinator, self.mesh.world
+        if self._threads is None:
+            assert coordinator is not None, "rank 0 is connected to the coordinator"
+            try:
+                return request(coordinator)
+            except CoordinatorInterrupted as error:
+                raise FinishedRunError from error
+        future: Future[T] | None = None
+        if coordinator is not None:
+            future = self._threads.submit(request, coordinator)
+        outcome: tuple[T | None, Exception | None] = None, None
+        while True:
+            is_done = torch.zeros(1)
+            if future is not None:
+                try:
+                    outcome = future.result(POLL_SECONDS), None
+                    is_done.fill_(1)
+                except TimeoutError:
+                    pass
+                except CoordinatorInterrupted:
+                    outcome = None, FinishedRunError()
+                    is_done.fill_(1)
+                except UserError as error:
+                    outcome = None, error
+                    is_done.fill_(1)
+            if all_reduce_(is_done, world).item():
+                break
+        # tuple[T | None, Exception | None]: the outcome on rank 0
+        value, failure = cast(tuple[Any, Exception | None], gather_objects(outcome, world)[0])
+        if failure is not None:
+            raise failure
+        return cast(T, value)
+
+    def _succeeds_on_all_ranks(self, work: Callable[[], None]) -> bool:
+        """Run `work` on every rank of the group; return whether no group was lost on any."""
+        failed = torch.zeros(1)
+        try:
+            work()
+        except GroupExchangeError as error:
+            _log.warning("%s", error)
+            failed.fill_(1)
+            self._close_exchange()  # the peers fail at once
+        return not all_reduce_(failed, self.mesh.world).item()
+
+    def _close_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    @property
+    def _digest(self) -> bytes:
+        return blake2b(json.dumps(self._settings).encode(), digest_size=16).digest()
+
+    @property
+    def _max_batch_size(self) -> int:
+        return largest_batch_size(self.run.train)
+
+
+def _split(values: list[float], *sizes: int) -> tuple[list[float], ...]:
+    """Return consecutive parts of these sizes, and the rest."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(values[start : start + size])
+        start += size
+    return (*parts, values[start:])
+
+
+def _broadcast_json(
+    exchange: RingExchange,
+    value: Mapping[str, Any] | None,  # Any: JSON
+) -> dict[str, Any]:
+    """Return on all groups the JSON document that one of them sends; `value` is None on the others.
+
+    Raises:
+        GroupExchangeError: a group was lost.
+    """
+    data = bytearray() if value is None else bytearray(json.dumps(value).encode())
+    nbytes = torch.tensor([len(data)])
+    exchange.all_reduce_([nbytes])
+    message = torch.zeros(int(nbytes), dtype=torch.uint8)
+    if data:
+        message.copy_(torch.frombuffer(data, dtype=torch.uint8))
+    exchange.all_reduce_([message])
+    received: dict[str, Any] = json.loads(message.numpy().tobytes())
+    return received
+
+
+UNCOMPARED_SETTINGS = (
+    "name",
+    "replica_group.",
+    "checkpoint.",
+    "observe.",
+    "profile.",
+    "evaluate.",
+    "callbacks.",
+    "train.callbacks",
+    "train.eval_",
+    "train.exit_margin_minutes",
+    "train.gc_interval",
+    "train.log_every",
+    "train.max_minutes",
+    "train.sigusr1_action",
+    "train.threads",
+    "parallel.timeout_seconds",
+    "parallel.check_collectives",
+    "data.cache_path",
+    "data.mmap",
+    "data.path",
+    "data.train_path",
+    "data.valid_path",
+    "data.test_path",
+    "data.sft.path",
+    "data.sft.valid_path",
+    "tokenizer.path",
+    "recompute.",
+    "offload.",
+    "kernels",
+)
+"""Settings that may differ between the groups of a run: they change neither weights nor losses. The
+fingerprint of the data is compared when a state is loaded."""
+
+
+def list_compared_settings(run: TrainRun, world: int) -> dict[str, str]:
+    """Return the settings that must be equal in all groups, as text, with the number of ranks and
+    the version."""
+    settings = {
+        path: str(value)
+        for path, value in sorted(flatten(run).items())
+        if not path.startswith(UNCOMPARED_SETTINGS) and value is not None
+    }
+    return {"number of ranks": str(world), "version of megalith": __version__} | settings
+
+
+class FinishedRunError(Exception):
+    """The other groups have finished the run while this one waited for them."""
+
+
+class FinishedRunCheck:
+    """Tells whether a run has ended, by the checkpoint of its last step; True at most once per
+    `CHECK_SECONDS`, since a check lists a folder."""
+
+    def __init__(self, checkpoints: StoragePath, last_step: int) -> None:
+        self._checkpoints, self._last_step = checkpoints, last_step
+        self._next_check = time.monotonic() + CHECK_SECONDS
+
+    def __call__(self) -> bool:
+        """Return whether the checkpoint of the last step is complete."""
+        if time.monotonic() < self._next_check:
+            return False
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        return self._last_step in list_complete_checkpoints(self._checkpoints)
+
+
+def connect_coordinator(
+    config: ReplicaGroupConfig, is_finished: Callable[[], bool] = lambda: False
+) -> CoordinatorClient:
+    """Return the connection of rank 0 with the coordinator; `join` opens it. `is_finished`: ends
+    waiting for it."""
+    limits = QuorumLimits(
+        min_groups=config.min_groups,
+        max_groups=config.max_groups,
+        timeout_seconds=config.timeout_seconds,
+        max_lag=MAX_LAG,
+    )
+    return CoordinatorClient(config.coordinator, limits=limits, should_stop=is_finished)
+
+
+def find_own_host(config: ReplicaGroupConfig) -> str:
+    """Return the address of this machine on the network of the coordinator.
+
+    Raises:
+        ConfigError: the address of the coordinator is not valid, or there is no way to it.
+    """
+    address = parse_address(config.coordinator)  # the rules have checked it
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing, but selects the interface
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"replica_group.coordinator={config.coordinator} cannot be reached: {error}. Use the "
+            "HOST:PORT that `megalith coordinate` prints."
+        ) from error
+    return host
