@@ -228,9 +228,7 @@ def compute_step_rates(
     run: TrainRun, state: TrainState, lengths: ScheduleLengths, *, batch_size: int
 ) -> StepRates:
     """Return the rates of the next step, of this batch size."""
-    factor = batch_size_factor(
-        run.schedule, size=batch_size, full_size=run.train.global_batch_size
-    )
+    factor = batch_size_factor(run.schedule, size=batch_size, full_size=run.train.global_batch_size)
     position = state.scheduled_samples
     return StepRates(
         learning_rate(run.schedule, position, lengths) * factor,

@@ -283,9 +283,7 @@ class ReplicaGroups:
             return epoch
         # the others may have computed the samples of this group in the meantime
         self._kept = _KeptStep()
-        gathered = gather_objects(
-            (self._listener.address, self._server.address), self.mesh.world
-        )
+        gathered = gather_objects((self._listener.address, self._server.address), self.mesh.world)
         pairs = cast(list[tuple[str, str]], gathered)
         if not self._is_complete:
             step = 0
@@ -323,7 +321,7 @@ class ReplicaGroups:
 
         if not self._succeeds_on_all_ranks(connect):
             return False
-        self._settle(holdings, epoch, state)
+        self._set_shares(holdings, epoch, state)
         groups = len(epoch.participants)
         needs_source = [
             name
@@ -360,7 +358,7 @@ class ReplicaGroups:
         """Return whether this group has the newest state."""
         return self._is_complete and self._catch_up is None and state.step == self._step
 
-    def _settle(self, holdings: Sequence[float], epoch: Epoch, state: GroupState) -> None:
+    def _set_shares(self, holdings: Sequence[float], epoch: Epoch, state: GroupState) -> None:
         """Set who computes the next step, and which samples of it."""
         groups = len(epoch.participants)
         active = [name for name, has in zip(epoch.participants, holdings[:groups]) if has > 0]
@@ -423,31 +421,37 @@ class ReplicaGroups:
             if progress.is_loaded:
                 self._replay(progress, state)
             is_ready = progress.is_loaded and len(progress.missed_steps) <= 1
-            gradients, losses, largest = state.create_zero_sums()
-            sums: list[GroupSums] = []
-            arguments = gradients, losses, [0.0] * NUM_SHARED_REQUESTS, largest
-            counts = [0.0] * state.num_counts
-
-            def exchange(
-                sums: list[GroupSums] = sums,
-                arguments: Any = arguments,  # Any: those of _sum_over_groups
-                counts: list[float] = counts,
-                is_ready: bool = is_ready,
-            ) -> None:
-                sums.append(self._sum_over_groups(*arguments, counts, 0.0, is_ready=is_ready))
-
-            if not self._succeeds_on_all_ranks(exchange):
+            summed = self._sum_without_samples(state, is_ready=is_ready)
+            if summed is None:
                 return False
+            gradients, sums = summed
             if not self._vote(self._step + 1, ok=True):
                 return True
-            self._note_commit(sums[0])
+            self._note_commit(sums)
             if progress.missed_steps:
-                progress.missed_steps[-1].updated = sums[0].last_updated
-            progress.missed_steps.append(_MissedStep(gradients, sums[0].scale))
+                progress.missed_steps[-1].updated = sums.last_updated
+            progress.missed_steps.append(_MissedStep(gradients, sums.scale))
             if self._exchange is None or self._next_epoch is not None:
                 return True
             if self._joins:
                 return self._admit(state)
+
+    def _sum_without_samples(
+        self, state: GroupState, *, is_ready: bool
+    ) -> tuple[list[Tensor], GroupSums] | None:
+        """Return the gradients and sums of a step that the other groups compute; None: a group was
+        lost."""
+        gradients, losses, max_logit = state.create_zero_sums()
+        requests, counts = [0.0] * NUM_SHARED_REQUESTS, [0.0] * state.num_counts
+        sums: list[GroupSums] = []
+
+        def exchange() -> None:
+            values = gradients, losses, requests, max_logit, counts
+            sums.append(self._sum_over_groups(*values, scale=0.0, is_ready=is_ready))
+
+        if not self._succeeds_on_all_ranks(exchange):
+            return None
+        return gradients, sums[0]
 
     def _replay(self, progress: _CatchUp, state: GroupState) -> None:
         """Repeat the steps of which it is known whether they have changed the weights."""
@@ -456,8 +460,8 @@ class ReplicaGroups:
             state.replay(missed.gradients, scale=missed.scale, updated=bool(missed.updated))
 
     def _admit(self, state: GroupState) -> bool:
-        """Let groups that have caught up compute from the next step on: they receive counters and
-        the states of callbacks from the first active group, over the ring. Return whether no group was lost."""
+        """Let groups that have caught up compute from the next step on; return whether no group was
+        lost. They receive counters and the states of callbacks from the first active group."""
         epoch, exchange, progress = self._epoch, self._exchange, self._catch_up
         assert epoch is not None and exchange is not None, "an epoch has begun"
         joins, self._joins = self._joins, set()
@@ -480,7 +484,7 @@ class ReplicaGroups:
             lambda: holdings.extend(self._exchange_holdings(exchange, state))
         ):
             return False
-        self._settle(holdings, epoch, state)
+        self._set_shares(holdings, epoch, state)
         return True
 
     def _all_ranks(self, value: bool) -> bool:
@@ -608,9 +612,7 @@ class ReplicaGroups:
             counts=summed_counts,
             last_updated=summed_status[0] > 0,
             scale=summed_status[1],
-            joins={
-                name for name, value in zip(exchange.member.participants, joins) if value > 0
-            },
+            joins={name for name, value in zip(exchange.member.participants, joins) if value > 0},
         )
 
     def _note_commit(self, sums: GroupSums) -> None:

@@ -452,9 +452,7 @@ def _run_backward(
         if replica_groups is not None:
             shared = [float(kind in requests_of_rank) for kind in _SHARED_WITH_GROUPS]
             gradients = [param.gradient for param in local_params]
-            over_groups = replica_groups.sum_step(
-                gradients, local_losses, shared, largest, scale
-            )
+            over_groups = replica_groups.sum_step(gradients, local_losses, shared, largest, scale)
             local_losses, largest = over_groups.losses, over_groups.max_logit
             failed = over_groups.failed
             for kind, count in zip(_SHARED_WITH_GROUPS, over_groups.requests, strict=True):

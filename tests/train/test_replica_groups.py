@@ -158,7 +158,12 @@ def test_group_with_other_settings_is_rejected(tmp_path: Path) -> None:
         assert run.replica_group is not None
         first = connect_coordinator(run.replica_group)
         settings = list_compared_settings(run, 1)
-        arguments = {"group": "g0", "addresses": ["127.0.0.1:9"], "committed_step": 0, "state_addresses": ["127.0.0.1:9"]}
+        arguments = {
+            "group": "g0",
+            "addresses": ["127.0.0.1:9"],
+            "committed_step": 0,
+            "state_addresses": ["127.0.0.1:9"],
+        }
         waiting = threading.Thread(
             target=partial(_join_until_closed, first, settings=settings, **arguments)
         )
