@@ -400,8 +400,6 @@ class QuorumState:
             member.last_request, member.waiting_since = sender.request, None
             if vote.ok and vote.has_state:  # it has received the steps that it missed
                 member.committed_step = step - 1
-            if not vote.has_state:
-                self.states[sender.group] = KnownState(sender.incarnation, member.committed_step)
             self.open_vote.votes[sender.group] = vote
             self.open_vote.requests[sender.group] = sender
             if self.open_vote.first_at is None:
@@ -461,7 +459,8 @@ class QuorumState:
         return sorted(
             group
             for group in self.admitted
-            if group not in self.states or self.states[group].step != self.committed_step
+            if (member := self._member_of(group)) is None
+            or member.committed_step != self.committed_step
         )
 
     def describe_member(self, group: str, now: float) -> str:
@@ -521,17 +520,17 @@ class QuorumState:
         the state."""
         assert self.epoch is not None and self.committed_step is not None, "an epoch is open"
         self.committed_step += 1
-        keeping = [g for g in self.admitted if g not in without_state]
-        for group in keeping:
-            self.states[group] = KnownState(self.admitted[group].incarnation, self.committed_step)
+        for group, sender in self.admitted.items():
+            self.states[group] = KnownState(sender.incarnation, self.committed_step)
         if self.history and self.history[-1].epoch == self.epoch.number:
             self.history[-1].last = self.committed_step
         else:
             step = self.committed_step
             self.history.append(CommittedRange(epoch=self.epoch.number, first=step, last=step))
             del self.history[:-MAX_EPOCHS]
-        for group in keeping:
-            if (member := self._member_of(group)) is not None:
+        for group in self.admitted:
+            member = self._member_of(group)
+            if member is not None and group not in without_state:
                 member.committed_step = self.committed_step
 
     def _membership_change(self, now: float) -> str:

@@ -47,6 +47,9 @@ class SimulatedGroup:
     """It sends heartbeats, but does not vote."""
 
     has_taken_part: bool = False
+    missed: list[int] | None = None
+    """Epochs of the steps committed since it began to recover; None: it has the newest state."""
+
     epoch: Epoch | None = None
     message: JoinRequest | Vote | None = None
     """Request that is sent again until it is answered."""
@@ -88,7 +91,9 @@ class Simulation:
     checkpoint: tuple[int, ...] = ()
     newest_epoch: int = 0
     epoch_weights: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    ok_votes: set[tuple[str, int, int, int]] = field(default_factory=set)
+    ok_votes: dict[tuple[str, int, int, int], bool] = field(default_factory=dict)
+    """Votes for a step; whether the group had the state of the step before."""
+
     commits: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     discards: set[tuple[int, int]] = field(default_factory=set)
     check_json: bool = False
@@ -174,7 +179,11 @@ class Simulation:
                     vote = (group, incarnation, *key)
                     assert vote in self.ok_votes, f"{key} was committed without a vote of {group}"
                 assert key not in self.discards, f"{key} was discarded before"
-                self.commits[key] = participants
+                self.commits[key] = {
+                    group: incarnation
+                    for group, incarnation in participants.items()
+                    if self.ok_votes[(group, incarnation, *key)]
+                }
         if state.epoch is not None and state.epoch.number != self.newest_epoch:
             assert state.epoch.number > self.newest_epoch
             self.newest_epoch = state.epoch.number
@@ -209,7 +218,7 @@ class Simulation:
             return -1
         vote = group.message
         in_doubt = isinstance(vote, Vote) and (vote.epoch, vote.step) in self.commits
-        return group.step + int(in_doubt)
+        return group.step + int(in_doubt and group.missed is None)
 
     def tick(self) -> None:
         for group in self.groups.values():
@@ -302,8 +311,12 @@ class Simulation:
         key = (vote.epoch, vote.step)
         if decision.commit:
             assert key in self.commits and key not in self.discards, f"{key}: commit is wrong"
-            assert vote.ok and group.step == vote.step - 1
-            group.history = (*group.history, vote.epoch)
+            assert vote.ok
+            if group.missed is not None:
+                group.missed.append(vote.epoch)
+            else:
+                assert group.step == vote.step - 1
+                group.history = (*group.history, vote.epoch)
             if vote.step % 3 == 0 and self.rng.random() < 0.5:
                 self.checkpoint = group.history
         else:
@@ -312,6 +325,7 @@ class Simulation:
         if decision.epoch is not None:
             self.enter_epoch(group, decision.epoch)
         elif decision.rejoin:
+            group.missed = None
             self.ask(group, self.join_request(group))
         else:
             assert decision.commit and group.epoch is not None
@@ -320,8 +334,13 @@ class Simulation:
     def enter_epoch(self, group: SimulatedGroup, epoch: Epoch) -> None:
         group.epoch = epoch
         group.has_taken_part |= epoch.has(group.name)
+        group.missed = None
         if not epoch.has(group.name):
             self.at(self.rng.uniform(0.5, 4), partial(self.recover, group, epoch))
+        elif group.name in epoch.recover_from and self.rng.random() < 0.5:
+            group.missed = []
+            self.at(self.rng.uniform(0.5, 4), partial(self.load_during_epoch, group, epoch))
+            self.compute(group, epoch)
         elif group.name in epoch.recover_from:
             self.at(self.rng.uniform(0.1, 1), partial(self.recover, group, epoch))
         else:
@@ -349,6 +368,17 @@ class Simulation:
             step = epoch.step + 1
             self.ask(group, Vote(epoch=epoch.number, step=step, ok=False))
 
+    def load_during_epoch(self, group: SimulatedGroup, epoch: Epoch) -> None:
+        """Load the snapshot of the first step of the epoch, and repeat the steps since then, of
+        which the group has received the gradients."""
+        weights = self.epoch_weights.get(epoch.number)
+        if not group.is_alive or group.epoch is not epoch or group.missed is None:
+            return
+        if group.message is not None or weights is None:  # between two votes only
+            self.at(0.1, partial(self.load_during_epoch, group, epoch))
+            return
+        group.history, group.missed = (*weights, *group.missed), None
+
     def compute(self, group: SimulatedGroup, epoch: Epoch) -> None:
         self.at(self.rng.uniform(0.2, 1.2), partial(self.cast_vote, group, epoch))
 
@@ -359,9 +389,11 @@ class Simulation:
             self.at(1.0, partial(self.cast_vote, group, epoch))
             return
         ok = self.rng.random() >= self.rates.bad_vote
-        vote = Vote(epoch=epoch.number, step=group.step + 1, ok=ok)
+        has_state = group.missed is None
+        step = group.step if group.missed is None else epoch.step + len(group.missed)
+        vote = Vote(epoch=epoch.number, step=step + 1, ok=ok, has_state=has_state)
         if ok:
-            self.ok_votes.add((group.name, group.incarnation, vote.epoch, vote.step))
+            self.ok_votes[group.name, group.incarnation, vote.epoch, vote.step] = has_state
         self.ask(group, vote)
 
 
@@ -741,9 +773,9 @@ def test_group_that_recovers_during_an_epoch_does_not_keep_commits() -> None:
     recovering = Vote(epoch=2, step=3, ok=True, has_state=False)
     state.vote(sender("b", 2), recovering, 5)
     assert answers(state.vote(sender("a", 4), ballot(2, 3), 5))["b2"] == Decision(commit=True)
-    assert (state.list_newest(), state.list_without_state()) == (["a"], ["b"])
+    assert state.list_without_state() == ["b"]
     restored = QuorumState.from_record(state.to_record(), 5)
-    assert restored.list_newest() == ["a"]
+    assert restored.list_without_state() == ["b"]
 
     state.note_disconnect("a", 1, 5)  # b does not continue from a state that it does not have
     state.vote(sender("b", 3), Vote(epoch=2, step=4, ok=False, has_state=False), 6)
