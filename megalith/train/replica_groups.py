@@ -93,8 +93,9 @@ class Coordinator(Protocol):
     ) -> Epoch:
         """Wait for an epoch."""
 
-    def vote(self, *, epoch: int, step: int, ok: bool) -> Decision:
-        """Vote about a step, and wait for the decision."""
+    def vote(self, *, epoch: int, step: int, ok: bool, has_state: bool) -> Decision:
+        """Vote about a step, and wait for the decision; `has_state`: this group has the state of
+        the step before."""
 
     def leave(self) -> None:
         """Leave the run, and close the connection."""
@@ -649,10 +650,12 @@ class ReplicaGroups:
         self._last_updated = updated
 
     def _vote(self, step: int, *, ok: bool) -> bool:
-        epoch = self._epoch
+        epoch, has_state = self._epoch, self._is_complete and self._catch_up is None
         assert epoch is not None, "an epoch has begun"
         decision = self._ask_coordinator(
-            lambda coordinator: coordinator.vote(epoch=epoch.number, step=step, ok=ok)
+            lambda coordinator: coordinator.vote(
+                epoch=epoch.number, step=step, ok=ok, has_state=has_state
+            )
         )
         if not decision.commit:
             self._print_line(f"step {step}: discarded in epoch {epoch.number}: {decision.reason}")

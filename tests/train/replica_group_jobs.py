@@ -126,24 +126,23 @@ def train_and_lose(
     settings: dict[str, Override],
     path: Path,
     losses: dict[str, list["Kill"]],
+    num_groups: int,
 ) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """Train as a group of one rank that is lost at some points, and joins again; return the samples
-    that were computed again by step, and the numbers of groups that voted."""
-    group = f"g{rank}"
+    """Train as one rank of `num_groups` groups that are lost at some points, and join again; return the
+    samples that were computed again by step, and the numbers of groups that voted."""
+    size = world // num_groups
+    group, group_rank = f"g{rank // size}", rank % size
     recomputed: dict[int, tuple[int, ...]] = {}
     sizes: set[int] = set()
     left = [*losses.get(group, [])]
+    run = group_run(address, group, settings, path)
+    mesh = build_single_rank_mesh()
+    if size > 1:
+        mesh = join_own_job(run, group_rank, size, path / f"store_{group}")
     while True:
-        run = group_run(address, group, settings, path)
         with _losing(left, recomputed, sizes):
             try:
-                run_training(
-                    run,
-                    RunFolder(path / group),
-                    build_single_rank_mesh(),
-                    torch.device("cpu"),
-                    show=False,
-                )
+                run_training(run, RunFolder(path / group), mesh, torch.device("cpu"), show=False)
                 return recomputed, sizes
             except LostGroupError:
                 left.pop(0)

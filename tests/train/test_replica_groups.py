@@ -103,13 +103,28 @@ def test_lost_groups_join_again_and_only_their_samples_are_computed_again(
     }
     settings = FP64 | counts(2, 3) | {"checkpoint.every": "0"}
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
-        arguments = coordinator.address, settings, tmp_path, losses
+        arguments = coordinator.address, settings, tmp_path, losses, 3
         results = run_ranks(train_and_lose, 3, *arguments, timeout=120)
     assert_equal_runs(tmp_path, reference, 8, 3)
     assert "loaded the state of step" in (tmp_path / "g0" / "log.txt").read_text()
     recomputed = results[2][0]  # g2 was never lost
     assert recomputed[2] == (1, 4, 7, 10), "a third of 12 samples, those of g1"
     assert all(len(samples) <= 6 for samples in recomputed.values()), recomputed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [{"parallel.dp": "2", "parallel.zero": "1"}, {"parallel.tp": "2"}]
+)
+def test_lost_groups_of_two_ranks_join_again(
+    tmp_path: Path, reference: Path, layout: dict[str, Override]
+) -> None:
+    losses = {"g1": [Kill(2, "before_vote")], "g0": [Kill(5, "after_vote")]}
+    settings = FP64 | counts(1, 2) | layout | {"checkpoint.every": "0"}
+    with RunningCoordinator(tmp_path / "coordinator") as coordinator:
+        arguments = coordinator.address, settings, tmp_path, losses, 2
+        run_ranks(train_and_lose, 4, *arguments, timeout=200)
+    assert_equal_runs(tmp_path, reference, 8, 2)
 
 
 def test_groups_wait_for_the_coordinator(tmp_path: Path, reference: Path) -> None:
@@ -146,7 +161,7 @@ def count_rows(path: Path) -> int:
 def test_fewer_than_min_groups_wait_for_more(tmp_path: Path, reference: Path) -> None:
     losses = {"g1": [Kill(3, "before_vote")], "g0": [Kill(5, "before_exchange")]}
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
-        arguments = coordinator.address, FP64 | counts(2, 2), tmp_path, losses
+        arguments = coordinator.address, FP64 | counts(2, 2), tmp_path, losses, 2
         results = run_ranks(train_and_lose, 2, *arguments, timeout=120)
     assert [sizes for _, sizes in results] == [{2}, {2}], "a group continued alone"
     assert_equal_runs(tmp_path, reference, 8, 2)
