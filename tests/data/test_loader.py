@@ -16,6 +16,7 @@ from megalith.data.loader import (
     BatchSettings,
     Loader,
     MaskSettings,
+    StepBatches,
     build_batch,
     build_pack,
     check_batches_consistent_across_ranks,
@@ -29,6 +30,7 @@ from megalith.plan.batch_assignment import DocumentCost, TokenBudget
 from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.context import Slicing
 from megalith.plan.grid import model_grid
+from megalith.plan.replica_groups import GroupShare
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -60,6 +62,39 @@ def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -
         steps=steps,
         device=CPU,
     )
+
+
+def test_groups_read_their_shares_and_the_missing_samples_of_a_lost_group() -> None:
+    def read(index: int, samples: tuple[int, ...] | None) -> Loader:
+        return Loader(
+            Counting(),
+            BatchSettings(batch_schedule=constant_batch_size(8), micro_batch_size=2),
+            single_rank_group("dp"),
+            consumed=0,
+            steps=3,
+            device=CPU,
+            share=GroupShare(index, 3),
+            first_samples=samples,
+        )
+
+    def rows(step: StepBatches) -> list[int]:
+        ids = [batch.ids.view(2, 4) for batch in step.microbatches]
+        labels = [batch.labels.view(2, 4) for batch in step.microbatches]
+        return [
+            int(row[0]) // 10
+            for part, masked in zip(ids, labels, strict=True)
+            for row, label in zip(part, masked, strict=True)
+            if bool((label >= 0).any())
+        ]
+
+    assert [rows(read(group, None).next()) for group in range(3)] == [[0, 1, 6, 7], [2, 3], [4, 5]]
+    missing = [read(group, (2, 4, 5)) for group in range(3)]
+    assert [rows(loader.next()) for loader in missing] == [[2, 4], [5], []]
+    counts = [loader.peek_counts() for loader in missing]
+    assert sum(labels for _, labels, *_ in counts) == 8 * 4, "the next step is complete"
+    totals = [sum(values) for values in zip(*counts, strict=True)]
+    step = missing[2].with_counts(missing[2].next(), totals)
+    assert (rows(step), step.num_labels, step.num_tokens) == ([12, 13], 32, 32)
 
 
 def test_a_step_is_rows_of_tokens_and_their_next_tokens() -> None:

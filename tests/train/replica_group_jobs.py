@@ -128,8 +128,8 @@ def train_and_lose(
     losses: dict[str, list["Kill"]],
     num_groups: int,
 ) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """Train as one rank of `num_groups` groups that are lost at some points, and join again; return the
-    samples that were computed again by step, and the numbers of groups that voted."""
+    """Train as one rank of `num_groups` groups that are lost at some points, and join again; return
+    the samples that were computed again by step, and the numbers of groups that voted."""
     size = world // num_groups
     group, group_rank = f"g{rank // size}", rank % size
     recomputed: dict[int, tuple[int, ...]] = {}
