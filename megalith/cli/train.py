@@ -65,12 +65,7 @@ def main(argv: list[str]) -> int:
         return 0
     run = resolve_run(command.recipe, overrides)
     folder = _select_folder(run, command)
-    if must_start_workers(run, command.nproc, folder):
-        from megalith.launch.launcher import run_workers
-
-        return run_workers(["train", *argv], command.nproc)
-    return _train(resolve_recompute(run, folder), folder, command.callback)
-    starts_workers = must_start_workers(run, command.nproc)
+    starts_workers = must_start_workers(run, command.nproc, folder)
     if command.reset_attempts:
         _reset_attempts(run, command)
     if starts_workers:
@@ -79,7 +74,7 @@ def main(argv: list[str]) -> int:
         return run_workers(
             ["train", *argv], command.nproc, on_failure=partial(_record_failure, run, command)
         )
-    return _train(resolve_recompute(run), _select_folder(run, command), command.callback)
+    return _train(resolve_recompute(run, folder), folder, command.callback)
 
 
 def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:

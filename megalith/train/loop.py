@@ -75,9 +75,8 @@ from megalith.train.run_folder import (
     list_changed_settings,
     remove_new_folder_on_error,
 )
-from megalith.train.step import StepRequest, reduce_requests, train_step
 from megalith.train.starts import StartLog
-from megalith.train.step import StepRequest, train_step
+from megalith.train.step import StepRequest, reduce_requests, train_step
 
 
 def run_training(
@@ -140,7 +139,6 @@ def run_training(
             sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
             for line in describe_resize(load_run(folder.config), run, **sizes):
                 progress.print_line(line)
-        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
         outcome = TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
         if first:
             starts.write_exit(
