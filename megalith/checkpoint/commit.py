@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +182,10 @@ class Retention:
     """The last step that updated the weights, if later steps were skipped. The newest checkpoint up
     to that step is kept, because later ones may be of a divergent run."""
 
+    rollback_before: tuple[int, ...] = ()
+    """A rollback may restore a checkpoint up to each of these steps: the newest such checkpoint is
+    kept, and the oldest later one, which replaces it when these steps have grown."""
+
     def delete_old(self, folder: StoragePath) -> list[StoragePath]:
         """Delete the other complete checkpoints of a folder and return them. A failed deletion is a
         warning, and the next call tries again."""
@@ -194,13 +198,23 @@ class Retention:
             return []
         complete, last = list_complete_checkpoints(folder), self.last_update
         last_good = max((step for step in complete if last is None or step <= last), default=None)
+        kept = {last_good, *self._select_for_rollback(complete)}
         return [
             complete[step]
             for step in _to_delete(complete, self.keep, self.keep_every)
-            if step != last_good
+            if step not in kept
             and not storage.is_link(complete[step])
             and not storage.exists(complete[step] / PIN)
         ]
+
+    def _select_for_rollback(self, steps: Iterable[int]) -> set[int]:
+        """Return the steps of the checkpoints that rollbacks may need, now or later."""
+        selected: set[int] = set()
+        for limit in self.rollback_before:
+            older = [step for step in steps if step <= limit]
+            later = [step for step in steps if step > limit]
+            selected |= {*([max(older)] if older else []), *([min(later)] if later else [])}
+        return selected
 
 
 def set_aside_damaged(path: StoragePath) -> StoragePath:
@@ -213,12 +227,22 @@ def set_aside_damaged(path: StoragePath) -> StoragePath:
     Raises:
         OSError: the folder cannot be renamed.
     """
+    return set_aside(path, "damaged")
+
+
+def set_aside(path: StoragePath, label: str) -> StoragePath:
+    """Rename a checkpoint to step_NNNNNNN.LABEL, so that it no longer counts as one, and update
+    `latest`; return the new path. In a store, its manifest is renamed.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
     if isinstance(path, StorePath):
         return _set_aside_prefix(path)
-    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    aside, number = path.with_name(f"{path.name}.{label}"), 1
     while aside.exists():
         number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+        aside = path.with_name(f"{path.name}.{label}-{number}")
     storage.rename(path, aside)
     storage.sync_folder(path.parent)
     _correct_pointer(path.parent)

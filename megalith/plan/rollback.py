@@ -1,15 +1,16 @@
 """Rollbacks: which checkpoint a run returns to after bad steps, and which samples it skips; no
 torch.
 
-Skipped samples are consumed without a step that trains on them, so the order of the others does not
-change. Batch-size schedule and dropout count only the samples that are not skipped, so a run after a
-rollback equals one whose data never contained the skipped samples.
+Skipped samples are consumed without a step that trains on them, so the order of the others does
+not change. Batch-size schedule and dropout count only the samples that are not skipped, so a run
+after a rollback equals one whose data never contained the skipped samples.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from megalith.config.fault_detection import FaultDetectorConfig
 from megalith.plan.batch_schedule import BatchSizeSchedule
 
 
@@ -24,7 +25,10 @@ class RollbackPlan:
     """Last step whose samples must be skipped; at most the step that requests the rollback."""
 
     reason: str = ""
-    """Why the samples are skipped, for skipped.jsonl; empty: the callbacks that requested it."""
+    """Why the samples are skipped, for skipped.jsonl; empty: a callback requested it."""
+
+    skips_samples: bool = True
+    """False: the samples are good, so the steps are repeated with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,14 @@ class SkippedSamples:
                 break
             position += end - first
         return position
+
+    def locate_end(self, number: int) -> int:
+        """Return the end of the first `number` samples that are not skipped."""
+        return self.locate(number - 1) + 1 if number else 0
+
+
+NO_SAMPLES = SkippedSamples()
+"""No skipped samples."""
 
 
 def count_read(skipped: SkippedSamples, consumed: int) -> int:
@@ -159,3 +171,19 @@ def plan_skipped_range(
     while end < least:
         end = advance(schedule, skipped, consumed=end, num_steps=1)
     return consumed, end
+
+
+def list_rollback_limits(settings: FaultDetectorConfig, step: int) -> tuple[int, ...]:
+    """Return the latest steps that rollbacks after step `step` may restore: one per kind of fault
+    that leads to a rollback.
+
+    >>> settings = FaultDetectorConfig(spike="rollback", replica_check_every=30)
+    >>> list_rollback_limits(settings, 250)
+    (151, 240)
+    """
+    limits = []
+    if "rollback" in (settings.nonfinite, settings.spike, settings.model_fault):
+        limits.append(step + 1 - settings.rollback_steps)
+    if every := settings.replica_check_every:
+        limits.append(step // every * every)  # the last comparison without a difference
+    return tuple(limits)

@@ -60,7 +60,13 @@ from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
-from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.rollback import roll_back
+from megalith.train.run_folder import (
+    RunFolder,
+    list_changed_settings,
+    record_skipped_samples,
+    remove_new_folder_on_error,
+)
 from megalith.train.step import StepRequest, train_step
 
 
@@ -232,8 +238,8 @@ class TrainLoop:
         finished: FinishedStep | None = None
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
-            if state.step + 1 in self._skipped_steps:
-                self._skip_step(loader)
+            if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
+                loader = self._skip_step(loader)
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
@@ -288,33 +294,44 @@ class TrainLoop:
             groups=groups,
         )
         seconds = time.perf_counter() - started
-        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
+        num_samples = self.batch_schedule.get_batch_size(state.read_samples)
         if not result.is_discarded:
             state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
         return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)
 
-    def _skip_step(self, loader: Loader) -> None:
-        """Read the next step's samples without training on them (train.skip_steps)."""
+    def _skip_step(self, loader: Loader) -> Loader:
+        """Read the next step's samples without training on them (train.skip_steps), and return the
+        loader of the samples that follow."""
         state = self.prepared.state
         batches = loader.next()
-        state.skip_step(
-            samples=self.batch_schedule.get_batch_size(state.consumed_samples),
+        samples = state.skip_step(
+            samples=self.batch_schedule.get_batch_size(state.read_samples),
             tokens=batches.num_tokens,
         )
+        if self.prepared.is_writer:
+            record_skipped_samples(
+                self.prepared.folder,
+                samples,
+                step=state.step,
+                cause="train.skip_steps",
+                reason="train.skip_steps names the step",
+            )
         self.progress.print_line(
             f"step {state.step}: skipped, because train.skip_steps names it; the data continues at "
             f"sample {state.consumed_samples}"
         )
+        return self.prepared.build_loader()
 
     def _roll_back(self) -> Loader:
-        """Restore the newest checkpoint, and return the loader of the samples that follow.
+        """Restore the checkpoint that a callback's plan asks for, by default the newest one, and
+        return the loader of the samples that follow.
 
         The checkpoint is saved again with the new position in the data, so that a restart does not
         read the skipped samples either.
         """
-        self._phase = "while the newest checkpoint was restored"
+        self._phase = "while an earlier checkpoint was restored"
         self._drain_save()
-        self.prepared.roll_back()
+        roll_back(self.prepared, self.fault_detector.rollback_plan)
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()

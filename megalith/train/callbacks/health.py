@@ -25,6 +25,7 @@ from megalith.optim.optimizers import LossScale
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.plan.rollback import RollbackPlan, list_rollback_limits
 from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import VALIDATION
@@ -54,6 +55,8 @@ class FaultDetector(Callback):
     def __init__(self) -> None:
         self.diverged = False
         """Whether the last step that had labels was divergent."""
+        self.rollback_plan: RollbackPlan | None = None
+        """Steps to undo in the requested rollback; None: no rollback is requested."""
 
     def on_start(self, run: RunView) -> None:
         """Receive the run."""
@@ -62,6 +65,7 @@ class FaultDetector(Callback):
     def after_rollback(self, step: int) -> None:
         """Forget the discarded steps."""
         self.diverged = False
+        self.rollback_plan = None
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Report a step without an update.
@@ -471,9 +475,9 @@ class Checkpointer(Callback):
     def _changes_batch_size(self) -> bool:
         """Return whether the step after the current one has another batch size."""
         schedule = build_batch_schedule(self._run.config.train)
-        consumed = self._run.prepared.state.consumed_samples
-        size = schedule.get_batch_size(consumed)
-        return schedule.get_batch_size(consumed + size) != size
+        num_read = self._run.prepared.state.read_samples
+        size = schedule.get_batch_size(num_read)
+        return schedule.get_batch_size(num_read + size) != size
 
     def save(
         self,
@@ -548,7 +552,12 @@ class Checkpointer(Callback):
         folder, step = run.folder.checkpoints, run.state.step
         config_text = run.tokenizer_files.config_text(run.run, ".")
         auxiliary_files = run.tokenizer_files.contents
-        retention = Retention(keep.keep, keep.keep_every, run.state.last_update)
+        retention = Retention(
+            keep.keep,
+            keep.keep_every,
+            run.state.last_update,
+            list_rollback_limits(run.run.fault_detector, step),
+        )
         result: SaveReport | CheckpointError | None = None
         try:
             # There is no training that the last save could overlap with.
