@@ -61,7 +61,7 @@ class SkippedSamples:
         return type(self)(tuple(sorted([*apart, (first, end)])))
 
     def merge(self, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the ranges with further ones."""
+        """Return the ranges together with others."""
         merged = self
         for first, end in ranges:
             merged = merged.add(first, end)
@@ -178,12 +178,12 @@ def list_rollback_limits(settings: FaultDetectorConfig, step: int) -> tuple[int,
     that leads to a rollback.
 
     >>> settings = FaultDetectorConfig(spike="rollback", replica_check_every=30)
-    >>> list_rollback_limits(settings, 250)
-    (151, 240)
+    >>> list_rollback_limits(settings, 270)
+    (171, 240)
     """
     limits = []
     if "rollback" in (settings.nonfinite, settings.spike, settings.model_fault):
         limits.append(step + 1 - settings.rollback_steps)
     if every := settings.replica_check_every:
-        limits.append(step // every * every)  # the last comparison without a difference
+        limits.append((step - 1) // every * every)  # the last comparison without a difference
     return tuple(limits)

@@ -62,11 +62,11 @@ class TrainState:
 
     def skip_step(self, *, samples: int, tokens: int) -> tuple[int, int]:
         """Count a step whose samples were read and not trained on; return them, first and end."""
-        first, num_read = self.consumed_samples, self.read_samples
-        end = self.skipped_samples.locate_end(num_read + samples)
+        first, position = self.consumed_samples, self.read_samples
+        end = self.skipped_samples.locate_end(position + samples)
         self.step += 1
         self.skipped_steps = {**self.skipped_steps, self.step: (first, end)}
-        self.consumed_samples = self.skipped_samples.locate(num_read)
+        self.consumed_samples = self.skipped_samples.locate(position)
         self.tokens += tokens
         self.skipped += 1
         return first, end

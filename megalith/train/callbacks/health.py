@@ -475,9 +475,9 @@ class Checkpointer(Callback):
     def _changes_batch_size(self) -> bool:
         """Return whether the step after the current one has another batch size."""
         schedule = build_batch_schedule(self._run.config.train)
-        num_read = self._run.prepared.state.read_samples
-        size = schedule.get_batch_size(num_read)
-        return schedule.get_batch_size(num_read + size) != size
+        position = self._run.prepared.state.read_samples
+        size = schedule.get_batch_size(position)
+        return schedule.get_batch_size(position + size) != size
 
     def save(
         self,
