@@ -320,6 +320,10 @@ class GradSync(Protocol):
         """Return sums over the bytes of this rank's weights, each with the ranks on which it must
         be equal."""
 
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return the weights that forward reads and of which this rank updates only slices; valid
+        after `wait_params`. Empty if weights are updated, or gathered, where they are used."""
+
 
 Parameters = Sequence[tuple[Shard, nn.Module, str]]
 """Shard, module and attribute name of each parameter."""
@@ -411,6 +415,16 @@ def byte_checksum(tensors: Sequence[Tensor]) -> int:
     return sum(
         int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors
     )
+
+
+def byte_checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the sum of the bytes of each tensor; the host waits for the device once."""
+    if not tensors:
+        return []
+    sums = [
+        tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors
+    ]
+    return [int(each) for each in torch.stack(sums).tolist()]
 
 
 def tp_reduce_axes(shard: Shard) -> tuple[str, ...]:

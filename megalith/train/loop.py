@@ -36,7 +36,6 @@ from megalith.train.callbacks.health import (
     Checkpointer,
     Evaluator,
     FaultDetector,
-    ReplicaCheck,
 )
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
@@ -56,6 +55,7 @@ from megalith.train.callbacks.metrics import (
     write_run_files,
 )
 from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
+from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
@@ -173,7 +173,8 @@ class TrainLoop:
         self.fault_detector = FaultDetector()
         self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
-        self.checkpointer = Checkpointer(self.fault_detector, lock)
+        self.replica_check = ReplicaCheck()
+        self.checkpointer = Checkpointer(self.fault_detector, self.replica_check, lock)
         self.local_checkpointer = LocalCheckpointer(self.fault_detector, self.checkpointer)
         self.profiler = Profiler()
         lock_id = None if lock is None else lock.holder.id
@@ -182,7 +183,7 @@ class TrainLoop:
         self.callbacks = CallbackList(
             [
                 self.run_requests,  # its on_end runs last, when profiles are written
-                ReplicaCheck(),
+                self.replica_check,
                 RunFiles(),
                 Throughput(),
                 *build_profiling_callbacks(run, prepared.mesh.world.size, self.profiler),
@@ -331,7 +332,8 @@ class TrainLoop:
         """
         self._phase = "while an earlier checkpoint was restored"
         self._drain_save()
-        roll_back(self.prepared, self.fault_detector.rollback_plan)
+        plan = self.replica_check.rollback_plan or self.fault_detector.rollback_plan
+        roll_back(self.prepared, plan)
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()

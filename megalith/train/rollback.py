@@ -123,20 +123,18 @@ def _choose_target(
     chosen = raise_on_all_ranks(lambda: choose() if run.is_writer else None, run.mesh.world)[0]
     if chosen is not None:
         return chosen
-    first = plan.first_bad_step
-    advice = (
-        f"Set checkpoint.every to a number from 1 to {first - 1}"
-        if first > 1
-        else "Request a rollback only after the first save"
-    )
-    missing = (
-        "has no checkpoint yet"
-        if first == step
-        else f"has no healthy checkpoint from before step {first}"
-    )
+    first, more = plan.first_bad_step, ", or run without the callback"
+    missing = f"has no healthy checkpoint from before step {first}"
+    if first == step:
+        missing = "has no checkpoint yet"
+    if first > 1:
+        advice = f"Set checkpoint.every to a number from 1 to {first - 1}"
+    elif first == step:
+        advice = "Request a rollback only after the first save"
+    else:
+        advice, more = "Run the same command again to continue from the newest checkpoint", ""
     raise CallbackError(
-        f"step {step}: a callback requested a rollback, and {folder} {missing}. {advice}, or run "
-        "without the callback."
+        f"step {step}: a callback requested a rollback, and {folder} {missing}. {advice}{more}."
     )
 
 
