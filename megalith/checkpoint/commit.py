@@ -262,6 +262,29 @@ def _set_aside_prefix(path: StorePath) -> StorePath:
     return aside
 
 
+def discard_later(folder: StoragePath, step: int) -> None:
+    """Delete the complete checkpoints of later steps than `step`, to which a run is rolled back;
+    those that are pinned or linked are renamed to step_NNNNNNN.rolled_back.
+
+    Raises:
+        OSError: one of them cannot be deleted or renamed.
+    """
+    complete = list_complete_checkpoints(folder)
+    later = [path for each, path in complete.items() if each > step]
+    if later:
+        storage.replace_file(folder / LATEST, f"{complete[step].name}\n".encode())
+    for path in reversed(later):
+        if storage.is_link(path) or storage.exists(path / PIN):
+            set_aside(path, "rolled_back")
+        elif isinstance(path, StorePath):
+            remove_checkpoint(path)
+        else:
+            trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
+            storage.rename(path, trash)
+            storage.sync_folder(path.parent)
+            remove_checkpoint(trash)
+
+
 def _remove_leftover_prefixes(folder: StorePath) -> list[StoragePath]:
     """Delete what interrupted saves and deletions have left in a store, and older saves of steps
     that were saved again."""

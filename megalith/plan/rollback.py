@@ -6,8 +6,8 @@ not change. Batch-size schedule and dropout count only the samples that are not 
 after a rollback equals one whose data never contained the skipped samples.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 from megalith.config.fault_detection import FaultDetectorConfig
@@ -29,6 +29,20 @@ class RollbackPlan:
 
     skips_samples: bool = True
     """False: the samples are good, so the steps are repeated with them."""
+
+
+def combine_plans(plans: Sequence[RollbackPlan]) -> RollbackPlan | None:
+    """Return one plan for several faults: one that repeats steps with their samples, if there is
+    one, because then a machine is at fault; else the steps of all. None if there are no plans.
+
+    >>> combine_plans([RollbackPlan(7, 8), RollbackPlan(5, 5, "loss spike")])
+    RollbackPlan(first_bad_step=5, last_bad_step=8, reason='loss spike', skips_samples=True)
+    """
+    if not plans:
+        return None
+    chosen = [plan for plan in plans if not plan.skips_samples] or plans
+    earliest = min(chosen, key=lambda plan: plan.first_bad_step)
+    return replace(earliest, last_bad_step=max(plan.last_bad_step for plan in chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,26 +161,24 @@ def choose_checkpoint(
 def plan_skipped_range(
     schedule: BatchSizeSchedule,
     skipped: SkippedSamples,
-    plan: RollbackPlan,
     *,
-    step: int,
     consumed: int,
+    num_steps: int,
     skip_samples_past_spike: int,
 ) -> tuple[int, int]:
-    """Return the samples to skip, first and end: those after the checkpoint of `step` to the last
+    """Return the samples to skip, first and end: those of the steps from the checkpoint to the last
     bad step, and at least `skip_samples_past_spike` more, up to the end of a step.
 
-    consumed: samples that the checkpoint's run had consumed; skipped: ranges that were skipped in
-    the steps since then.
+    consumed: samples that the checkpoint's run had consumed; num_steps: steps that read samples
+    since then, up to the last bad step; skipped: ranges that were skipped in the meantime.
 
     >>> schedule = BatchSizeSchedule(starts=(0,), sizes=(4,))
     >>> plan_skipped_range(
-    ...     schedule, SkippedSamples(), RollbackPlan(12, 13), step=10, consumed=40,
-    ...     skip_samples_past_spike=5,
+    ...     schedule, SkippedSamples(), consumed=40, num_steps=3, skip_samples_past_spike=5
     ... )
     (40, 60)
     """
-    end = advance(schedule, skipped, consumed=consumed, num_steps=plan.last_bad_step - step)
+    end = advance(schedule, skipped, consumed=consumed, num_steps=num_steps)
     least = end + skip_samples_past_spike
     while end < least:
         end = advance(schedule, skipped, consumed=end, num_steps=1)

@@ -332,8 +332,7 @@ class TrainLoop:
         """
         self._phase = "while an earlier checkpoint was restored"
         self._drain_save()
-        plan = self.replica_check.rollback_plan or self.fault_detector.rollback_plan
-        roll_back(self.prepared, plan)
+        roll_back(self.prepared, self.callbacks.combine_rollback_plans())
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()

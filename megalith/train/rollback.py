@@ -4,8 +4,7 @@ rest of the run."""
 from collections.abc import Mapping
 from typing import Any
 
-from megalith import storage
-from megalith.checkpoint.commit import PIN, remove_checkpoint, set_aside
+from megalith.checkpoint.commit import discard_later
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.errors import CallbackError, CheckpointError
@@ -53,8 +52,7 @@ def roll_back(run: PreparedRun, plan: RollbackPlan | None) -> None:
         samples = plan_skipped_range(
             build_batch_schedule(run.run.train),
             run.state.skipped_samples,
-            bad,
-            step=target.step,
+            num_steps=_count_read_steps(run, target.step, bad.last_bad_step),
             consumed=consumed,
             skip_samples_past_spike=settings.skip_samples_past_spike if plan else 0,
         )
@@ -64,7 +62,7 @@ def roll_back(run: PreparedRun, plan: RollbackPlan | None) -> None:
         if samples is not None:
             reason = bad.reason or "requested by a callback"
             record_skipped_samples(run.folder, samples, step=step, cause="rollback", reason=reason)
-        _discard_later(run.folder.checkpoints, target.step)
+        discard_later(run.folder.checkpoints, target.step)
 
     raise_on_all_ranks(
         lambda: discard_later_checkpoints() if run.is_writer else None, run.mesh.world
@@ -81,6 +79,12 @@ def roll_back(run: PreparedRun, plan: RollbackPlan | None) -> None:
         f"step {step}: rolled back to the checkpoint of step {run.state.step}; continuing with "
         f"sample {run.state.consumed_samples}"
     )
+
+
+def _count_read_steps(run: PreparedRun, first: int, last: int) -> int:
+    """Return the number of steps after `first`, up to `last`, that train.skip_steps did not
+    skip."""
+    return last - first - sum(first < step <= last for step in run.state.skipped_steps)
 
 
 def _check_rollbacks(run: PreparedRun, step: int) -> None:
@@ -149,18 +153,6 @@ def _read_states(folder: StoragePath, *, before: int) -> dict[int, dict[str, Any
             except CheckpointError:
                 continue  # damaged: no run resumes from it either
     return states
-
-
-def _discard_later(folder: StoragePath, step: int) -> None:
-    """Delete the complete checkpoints of later steps; rename those that the user has pinned or
-    linked."""
-    for later, path in reversed(list_complete_checkpoints(folder).items()):
-        if later <= step:
-            continue
-        if storage.is_link(path) or storage.exists(path / PIN):
-            set_aside(path, "rolled_back")
-        else:
-            remove_checkpoint(path)
 
 
 def _skip_samples(

@@ -146,9 +146,7 @@ def test_two_replicas_of_a_rounded_weight_are_attributed_by_its_master_weights(
 def test_difference_after_the_last_step_is_not_saved(tmp_path: Path) -> None:
     results, _ = train({}, tmp_path, Flip("param", step=6))
     for result in results:
-        assert "replicas differ after the last step, 6, which is not saved" in str(
-            result
-        )
+        assert "replicas differ after the last step, 6, which is not saved" in str(result)
     assert not (tmp_path / "checkpoints" / "step_0000006").exists()
     (first, second), log = train({}, tmp_path)
     assert first == second and "at step 4" in log

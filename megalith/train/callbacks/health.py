@@ -23,7 +23,7 @@ from megalith.optim.ema import EMA
 from megalith.optim.optimizers import LossScale
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
-from megalith.plan.rollback import RollbackPlan, list_rollback_limits
+from megalith.plan.rollback import list_rollback_limits
 from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.callbacks.replicas import ReplicaCheck
@@ -53,8 +53,6 @@ class FaultDetector(Callback):
     def __init__(self) -> None:
         self.diverged = False
         """Whether the last step that had labels was divergent."""
-        self.rollback_plan: RollbackPlan | None = None
-        """Steps to undo in the requested rollback; None: no rollback is requested."""
 
     def on_start(self, run: RunView) -> None:
         """Receive the run."""
@@ -63,7 +61,6 @@ class FaultDetector(Callback):
     def after_rollback(self, step: int) -> None:
         """Forget the discarded steps."""
         self.diverged = False
-        self.rollback_plan = None
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Report a step without an update.

@@ -40,8 +40,6 @@ class ReplicaCheck(Callback):
     collective = True
 
     def __init__(self) -> None:
-        self.rollback_plan: RollbackPlan | None = None
-        """Steps to undo in the requested rollback; None: no rollback is requested."""
         self.differs = False
         """Whether replicas differ, so that this step must not be saved."""
         self._last_equal = 0  # the last step at which all replicas were equal
@@ -59,7 +57,7 @@ class ReplicaCheck(Callback):
 
     def after_rollback(self, step: int) -> None:
         """Forget the discarded steps, but not the replicas to compare with the repeated steps."""
-        self.rollback_plan, self.differs = None, False
+        self.differs = False
         self._last_equal = min(self._last_equal, step)
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
