@@ -32,6 +32,7 @@ from megalith.train.callbacks.base import (
     configure_callbacks,
     load_installed_callbacks,
 )
+from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import (
     Checkpointer,
     Evaluator,
@@ -192,6 +193,7 @@ class TrainLoop:
                 MetricsWriter(),
                 *([ExperimentTrackers()] if uses_trackers else []),
                 ProgressReporter(progress),
+                *([FaultInjector(run.fault_injector)] if run.fault_injector else []),
                 *callbacks,
             ]
         )
