@@ -131,7 +131,7 @@ class RankGradients:
     ranks, and its losses."""
 
     bits: tuple[int, ...]
-    """Sums over the bits of the gradients per bucket, and of the losses; equal if all are."""
+    """Sums over the bits of the gradients per reduction, and of the losses; equal if all are."""
 
     norm: float = 0.0
     """L2 norm of the gradients; NaN or infinite if any element is. 0 if it was not recorded."""
@@ -141,6 +141,9 @@ class RankGradients:
 
     nonfinite: tuple[str, ...] = ()
     """Parameters whose gradient is not finite."""
+
+    reduced_bits: tuple[int, ...] = ()
+    """Sums over the bits of the shards that this rank updates, after the reduction."""
 
     @property
     def is_finite(self) -> bool:
@@ -305,12 +308,13 @@ def _find_common_ranks(different: Sequence[tuple[int, int]]) -> set[int]:
 
 
 def _list_differing_ranks(run: StepRun, other: StepRun, tolerance: float | None) -> tuple[int, ...]:
-    """Return the ranks whose measurements differ between two runs with the same samples."""
-    return tuple(
-        rank
-        for rank, (one, two) in enumerate(zip(run.ranks, other.ranks, strict=True))
-        if not one.is_equal(two, tolerance)
-    )
+    """Return the ranks whose measurements differ between two runs with the same samples: before
+    the reduction, or if none does, after it."""
+    pairs = list(enumerate(zip(run.ranks, other.ranks, strict=True)))
+    local = tuple(rank for rank, (one, two) in pairs if not one.is_equal(two, tolerance))
+    if local or tolerance is not None:
+        return local
+    return tuple(rank for rank, (one, two) in pairs if one.reduced_bits != two.reduced_bits)
 
 
 def _list_ever_differing(runs: Sequence[StepRun], tolerance: float | None) -> tuple[int, ...]:
@@ -327,6 +331,9 @@ def _list_implausible_ranks(run: StepRun) -> tuple[int, ...]:
 
 
 # --- actions
+
+FailedCheck = Literal["nonfinite", "spike"]
+"""Check that the statistics of a step fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +363,14 @@ def choose_action(
     diagnosis: Diagnosis,
     config: FaultDetectorConfig,
     *,
-    kind: Literal["nonfinite", "spike"] | None,
+    failed_check: FailedCheck | None,
     step: int,
-    hosts: Mapping[int, str],
+    hosts: Sequence[str],
     exits: Iterable[SuspectExit],
 ) -> Action:
     """Return what to do with a step whose fault has a known cause.
 
-    `kind`: the check that the first run failed; None: reruns of a step that passed the checks.
+    `failed_check`: of the first run; None: reruns of a step that passed the checks.
     `hosts`: by rank. `exits`: earlier exits of this run. A fault that has caused an exit before is
     not repaired by another one.
     """
@@ -375,7 +382,7 @@ def choose_action(
         repeats = any(suspects & each.hosts for each in earlier)
         return "exit_again" if repeats or len(earlier) > 1 else "exit"
     # Unset, the usual case of a fault that no other rank can check is the model.
-    decides = config.spike if kind == "spike" else config.nonfinite
+    decides = config.spike if failed_check == "spike" else config.nonfinite
     if diagnosis.cause == "undecided" and decides == "rerun":
         suspects = {hosts[rank] for rank in diagnosis.ranks}
         if not earlier:

@@ -2,8 +2,8 @@
 torch.
 
 Skipped samples are consumed without a step that trains on them, so the order of the others does not
-change. Batch-size schedule and dropout count only the samples that are not skipped, so a run after a
-rollback equals one whose data never contained the skipped samples.
+change. Batch-size schedule and dropout count only the samples that are not skipped, so a run after
+a rollback equals one whose data never contained the skipped samples.
 """
 
 from collections.abc import Iterable, Mapping

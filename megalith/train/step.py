@@ -25,7 +25,7 @@ from megalith.optim.optimizers import (
     sum_of_squares,
 )
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.grad_sync import GradSync, ShardedParam, byte_checksum, sum_bits
+from megalith.parallel.grad_sync import GradSync, ShardedParam, sum_bits
 from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.fault_policy import RankGradients, StepRun
@@ -395,19 +395,22 @@ def _rerun_backward(
 
     `shift`: data-parallel ranks by which the samples are shifted.
     """
-    world, checksums = trainer.mesh.world, _checksum_gradients(earlier)
-    runs = earlier.stats.runs or (StepRun(_gather_local_gradients(trainer, earlier.losses)),)
+    runs = earlier.stats.runs or (StepRun(_gather_gradients(trainer, earlier)),)
     if shift:
         batches = replace(batches, microbatches=_shift_microbatches(trainer, batches.microbatches))
     backward = _run_backward(trainer, batches, hooks, is_rerun=True)
-    is_equal = gather_objects(_checksum_gradients(backward) == checksums, world)
+    run = StepRun(_gather_gradients(trainer, backward), shift)
+    before = [(each.reduced_bits, each.bits[-1]) for each in runs[-1].ranks]
+    after = [(each.reduced_bits, each.bits[-1]) for each in run.ranks]
     stats = replace(
         backward.stats,
         num_reruns=earlier.stats.num_reruns + 1,
         differing_ranks=tuple(
-            rank for rank, same in zip(world.ranks, is_equal, strict=True) if not same
+            rank
+            for rank, one, two in zip(trainer.mesh.world.ranks, before, after, strict=True)
+            if one != two
         ),
-        runs=(*runs, StepRun(_gather_local_gradients(trainer, backward.losses), shift)),
+        runs=(*runs, run),
     )
     return replace(backward, stats=stats)
 
@@ -418,16 +421,18 @@ def _records_local_gradients(trainer: Trainer) -> bool:
     return trainer.mesh.world.size > 1 and trainer.run.fault_detector.uses_reruns
 
 
-def _gather_local_gradients(trainer: Trainer, losses: Tensor) -> tuple[RankGradients, ...]:
+def _gather_gradients(trainer: Trainer, backward: _Backward) -> tuple[RankGradients, ...]:
     """Return the measurements of all ranks in the run that has just finished, by rank.
     Collective."""
-    data = trainer.data
+    data, losses = trainer.data, backward.losses
     bits = [*data.local_gradient_bits(), sum_bits(losses)]
+    reduced = [sum_bits(param.gradient.contiguous()) for param in backward.local_params]
     local = RankGradients(
         bits=tuple(torch.stack(bits).tolist()),
         norm=data.local_gradient_norm(),
         loss=float(losses.sum()),
         nonfinite=tuple(data.nonfinite()[:MAX_NAMES]),
+        reduced_bits=tuple(torch.stack(reduced).tolist()) if reduced else (),
     )
     gathered = gather_objects(local, trainer.mesh.world)
     return tuple(each for each in gathered if isinstance(each, RankGradients))
@@ -467,12 +472,6 @@ def _move_tensors(value: T, device: torch.device | str) -> T:
     elif isinstance(value, dict):
         moved = {key: _move_tensors(each, device) for key, each in value.items()}
     return cast(T, moved)  # the same type, see above
-
-
-def _checksum_gradients(backward: _Backward) -> tuple[int, ...]:
-    """Return a sum over the bytes of each gradient shard of this rank, and of its losses."""
-    gradients = [param.gradient for param in backward.local_params]
-    return tuple(byte_checksum([tensor]) for tensor in (*gradients, backward.losses))
 
 
 def _decide(
