@@ -46,8 +46,8 @@ class TrainCommand:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit code: 0 done, 75 stopped after saving, 76 stopped because of
-    a suspect machine."""
+    """Run the command and return its exit code: 0 done, 75 stopped after saving, 76 stopped because
+    of a suspect machine."""
     rest, overrides = split_overrides(argv, TrainRun)
     if sum(word.partition("=")[0] == "--callback" for word in rest) > 1:
         raise ConfigError(
