@@ -67,3 +67,9 @@ class FaultDetectorConfig:
     """Steps between device health checks, which also run at the start and after a fault: matrix
     products with known bits, memory patterns and copy bandwidth. 0: only at the start and after a
     fault. Unset: no health checks."""
+
+    @property
+    def uses_reruns(self) -> bool:
+        """Whether some step may be repeated."""
+        reruns = self.nonfinite in (None, "rerun") or self.spike == "rerun"
+        return reruns or self.rerun_every > 0

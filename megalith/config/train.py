@@ -14,6 +14,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.compose import load_composed
 from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer, parse_blend
 from megalith.config.fault_detection import FaultDetectorConfig
+from megalith.config.fault_injection import FaultInjectorConfig
 from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
@@ -280,6 +281,9 @@ class TrainRun:
 
     fault_detector: FaultDetectorConfig = field(default_factory=FaultDetectorConfig)
     """Detection of numeric faults, and the actions after them."""
+
+    fault_injector: FaultInjectorConfig | None = None
+    """Fault injection, for tests of fault tolerance. Unset: no planted fault."""
 
     evaluate: dict[str, SuiteConfig] = field(default_factory=dict, hash=False)
     """Evaluation suites by name, such as evaluate.code.path; their metrics are NAME_loss,

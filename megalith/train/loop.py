@@ -32,11 +32,9 @@ from megalith.train.callbacks.base import (
     configure_callbacks,
     load_installed_callbacks,
 )
-from megalith.train.callbacks.health import (
-    Checkpointer,
-    Evaluator,
-    FaultDetector,
-)
+from megalith.train.callbacks.fault_detection import FaultDetector
+from megalith.train.callbacks.fault_injector import FaultInjector
+from megalith.train.callbacks.health import Checkpointer, Evaluator
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -199,6 +197,7 @@ class TrainLoop:
                 MetricsWriter(),
                 *([ExperimentTrackers()] if uses_trackers else []),
                 ProgressReporter(progress),
+                *([FaultInjector(run.fault_injector)] if run.fault_injector else []),
                 *callbacks,
             ]
         )
@@ -244,6 +243,8 @@ class TrainLoop:
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
+            if self.fault_detector.suspect is not None:
+                return self._exit_for_other_machines(self.fault_detector.suspect)
             if StepRequest.STOP_NOW in finished.result.requests:
                 self._drain_save()
                 saved = self.checkpointer.saved_step == state.step
@@ -275,6 +276,18 @@ class TrainLoop:
             return outcome
         why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
         return replace(outcome, saved=False, reason=why)
+
+    def _exit_for_other_machines(self, reason: str) -> Outcome:
+        """Save the state before the discarded step, unless replicas differ, and return that the run
+        must continue on other machines."""
+        step = self.prepared.state.step
+        self.prepared.trainer.data.wait_params()
+        self._drain_save()
+        if self.fault_detector.has_equal_replicas():
+            self._save(final=True)
+        else:
+            reason += "; not saved, because the copies of the weights differ"
+        return Outcome("suspect", step, reason, saved=self.checkpointer.saved_step == step)
 
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""

@@ -45,7 +45,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.rollback import RollbackPlan, combine_plans
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import SaveCounts, StepHooks, StepRequest, StepResult, StepStats
+from megalith.train.step import RERUNS, SaveCounts, StepHooks, StepRequest, StepResult, StepStats
 from megalith.train.suites import SuiteResults
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class FinishedStep:
 class Outcome:
     """How and at which step a run ended."""
 
-    kind: Literal["done", "stopped"]
+    kind: Literal["done", "stopped", "suspect"]
+    """suspect: a machine is at fault, so the run must continue on others."""
     step: int
     reason: str = ""
     saved: bool = True
@@ -357,7 +358,7 @@ class CallbackList(StepHooks):
                     f"step {self._step}: {_show(kind)}, requested by {requesters}, gives way to "
                     f"{_show(winner)}, requested by {described[winner]}"
                 )
-            elif kind & (StepRequest.SKIP | StepRequest.RERUN | StepRequest.ROLLBACK):
+            elif kind & (StepRequest.SKIP | RERUNS | StepRequest.ROLLBACK):
                 self._run.log(f"step {self._step}: {_show(kind)}, requested by {requesters}")
         return described[winner]
 

@@ -1,9 +1,8 @@
 """Health of a run (fault tolerance): checkpoints and evaluations, and how the loop executes them;
-detection of NaN or infinite losses, gradients and parameters, with the checkpoint to continue from.
+detection of NaN or infinite parameters.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,158 +13,28 @@ from megalith.checkpoint.async_save import MIN_NBYTES, AsyncSaver, WriterSetting
 from megalith.checkpoint.commit import Retention
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.lock import RunLock
-from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
-from megalith.errors import CheckpointError, DataError
+from megalith.errors import CheckpointError
 from megalith.optim.ema import EMA
-from megalith.optim.optimizers import LossScale
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.rollback import list_rollback_limits
-from megalith.storage import StoragePath, max_file_nbytes
-from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
+from megalith.storage import max_file_nbytes
+from megalith.train.callbacks.base import Callback, Outcome, RunView
+from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import (
     SaveCounts,
     StepRequest,
-    StepResult,
-    describe_nonfinite_gradients,
 )
 from megalith.train.suites import Suite, SuiteResult, TextSuite, check_metric_names, open_suite
 from megalith.train.trainer import checkpoint_entries
 
 _log = logging.getLogger(__name__)
-
-MAX_SKIPPED_IN_A_ROW = 20
-"""Skipped steps in a row after which the run ends (heuristic: real loss spikes last a few
-steps)."""
-
-
-class FaultDetector(Callback):
-    """Reports skipped steps, and ends a run whose loss or gradients stay NaN or infinite."""
-
-    collective = True
-
-    def __init__(self) -> None:
-        self.diverged = False
-        """Whether the last step that had labels was divergent."""
-
-    def on_start(self, run: RunView) -> None:
-        """Receive the run."""
-        self._run = run
-
-    def after_rollback(self, step: int) -> None:
-        """Forget the discarded steps."""
-        self.diverged = False
-
-    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Report a step without an update.
-
-        Raises:
-            DataError: too many steps in a row were skipped.
-        """
-        result, scale = finished.result, self._run.prepared.trainer.loss_scale
-        if not result.empty:
-            self.diverged = is_divergent(result, scale)
-        if result.updated:
-            return
-        if result.is_finite and not result.empty:  # the list has logged the request
-            self._check_skip_requests()
-            return
-        lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
-        if result.empty:
-            self._run.log(f"step {finished.step}: the batch has no labels; no update")
-        else:
-            self._run.log(
-                f"step {finished.step}: loss {result.loss}, gradient norm {result.grad_norm}; no "
-                f"update{lowered}"
-            )
-        if scale is not None and scale.dynamic:
-            if scale.exhausted:
-                raise self.divergence_error(
-                    f"loss scale at its minimum {scale.scale:g} for {scale.stuck} steps in a row: "
-                    f"gradients are not finite whatever the scale (in {self._describe()}).",
-                    more=", or set precision.params=bf16",
-                )
-        elif self._run.prepared.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            if result.empty:
-                raise DataError(
-                    f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because its "
-                    "batch has no labels. Use data whose loss masks leave labels "
-                    "(data.sft.loss_on, data.eod_mask_loss)."
-                )
-            raise self.divergence_error(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last with loss "
-                f"{result.loss} and gradient norm {result.grad_norm} (not finite in "
-                f"{self._describe()})."
-            )
-
-    def _check_skip_requests(self) -> None:
-        """Check that callbacks do not skip all updates.
-
-        Raises:
-            DataError: too many steps in a row were skipped.
-        """
-        if self._run.prepared.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise DataError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because a callback "
-                "requested it. Correct the callback, or run without it."
-            )
-
-    def check_last_step(self, result: StepResult) -> None:
-        """Check that the last step of the run is not divergent. Collective.
-
-        Raises:
-            DataError: it is, and therefore not saved.
-        """
-        if self.diverged:
-            raise self.divergence_error(
-                f"the last step, {self._run.step}, has loss {result.loss} and gradient norm "
-                f"{result.grad_norm} and is not saved."
-            )
-
-    def divergence_error(self, problem: str, *, more: str = "") -> DataError:
-        """Return the error of a divergent run, which says how to continue. Collective.
-
-        `more`: further advice, after a comma.
-        """
-        run = self._run
-        state, lr = run.prepared.state, run.config.schedule.lr
-
-        def describe() -> str:
-            return (
-                describe_last_good_checkpoint(run.folder.checkpoints, state.last_update, lr)
-                if run.is_writer
-                else ""
-            )
-
-        advice = raise_on_all_ranks(describe, run.mesh.world)[0]
-        return DataError(
-            f"{problem} Reduce schedule.lr, check the data and the settings of the model{more}. "
-            f"{advice}"
-        )
-
-    def _describe(self) -> str:
-        return describe_nonfinite_gradients(self._run.prepared.trainer)
-
-
-def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
-    """Return whether a step has NaN or infinite values that a lower loss scale would not avoid.
-
-    That is a non-finite loss, or non-finite gradients without dynamic loss scaling or at its lowest
-    scale. An fp16 step that overflows at a higher scale is normal.
-    """
-    if result.empty:
-        return False
-    if not all(map(math.isfinite, (result.loss, *result.other_losses.values()))):
-        return True
-    return not result.is_finite and (
-        loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0
-    )
 
 
 def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
@@ -185,30 +54,6 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
     finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()
     return sorted(
         {entry.shard.name for entry, good in zip(weights, finite, strict=True) if not good}
-    )
-
-
-def describe_last_good_checkpoint(folder: StoragePath, last_update: int, lr: float) -> str:
-    """Describe how to continue from the newest checkpoint in `folder` before a series of skipped
-    steps.
-
-    `last_update`: the last step before the series; `lr`: schedule.lr of the run.
-    """
-    complete = list_complete_checkpoints(folder)
-    good = next((path for step, path in reversed(complete.items()) if step <= last_update), None)
-    change = f"with another setting, for example --schedule.lr {lr / 2:g} ({lr:g} now)"
-    if good is None:
-        where = " and in another folder (--run NAME)" if complete else ""
-        return f"No checkpoint is from before that: start from the beginning {change}{where}."
-    if good == list(complete.values())[-1]:
-        return (
-            f"The last checkpoint from before that is {good}: run the same command again {change}, "
-            "and it continues from there."
-        )
-    return (
-        f"The last checkpoint from before that is {good}: to continue from it, run the same "
-        f"command again {change}, and with --run NAME --checkpoint.load {good} "
-        "--checkpoint.load_mode all."
     )
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from megalith.errors import CheckpointError
 from megalith.train.callbacks.base import Callback, Outcome, RunView
-from megalith.train.callbacks.health import Checkpointer, FaultDetector
+from megalith.train.callbacks.fault_detection import FaultDetector
+from megalith.train.callbacks.health import Checkpointer
 
 _log = logging.getLogger(__name__)
 
