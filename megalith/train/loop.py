@@ -35,6 +35,7 @@ from megalith.train.callbacks.base import (
 from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import Checkpointer, Evaluator
+from megalith.train.callbacks.health_check import HealthCheck
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -172,6 +173,7 @@ class TrainLoop:
         self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
         self.replica_check = ReplicaCheck()
+        self.health_check = HealthCheck()
         self.checkpointer = Checkpointer(self.fault_detector, self.replica_check, lock)
         self.local_checkpointer = LocalCheckpointer(self.fault_detector, self.checkpointer)
         self.profiler = Profiler()
@@ -182,6 +184,7 @@ class TrainLoop:
             [
                 self.run_requests,  # its on_end runs last, when profiles are written
                 self.replica_check,
+                self.health_check,
                 RunFiles(),
                 Throughput(),
                 *build_profiling_callbacks(run, prepared.mesh.world.size, self.profiler),
@@ -236,6 +239,9 @@ class TrainLoop:
         outcome = Outcome("done", num_steps)
         loader = self.prepared.build_loader()
         finished: FinishedStep | None = None
+        if self.health_check.suspect is not None:
+            saved = self.prepared.is_resumed
+            return Outcome("suspect", state.step, self.health_check.suspect, saved=saved)
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
             if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
@@ -243,8 +249,9 @@ class TrainLoop:
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
-            if self.fault_detector.suspect is not None:
-                return self._exit_for_other_machines(self.fault_detector.suspect)
+            suspect = self.fault_detector.suspect or self.health_check.suspect
+            if suspect is not None:
+                return self._exit_for_other_machines(suspect)
             if StepRequest.STOP_NOW in finished.result.requests:
                 self._drain_save()
                 saved = self.checkpointer.saved_step == state.step

@@ -80,6 +80,34 @@ def read_suspect_exits(folder: StoragePath) -> tuple[SuspectExit, ...]:
     return tuple(SuspectExit(step, frozenset(each)) for (step, _), each in hosts.items())
 
 
+def record_suspects(
+    run: RunView,
+    *,
+    index: int,
+    machine: tuple[str, str],
+    fields: Mapping[str, Any],  # Any: JSON
+    reason: str,
+    exits: bool,
+) -> None:
+    """Append the machine of one rank to `suspects.jsonl`; on rank 0.
+
+    index: of the rank among all ranks; machine: host and device; fields: time, step and kind of the
+    fault; exits: whether the run ends because of it.
+    """
+    rank, (host, device), grid = run.mesh.world.ranks[index], machine, run.mesh.grid
+    coordinates = grid.coordinates(rank)
+    record = {
+        **fields,
+        "rank": rank,
+        "host": host,
+        "device": device,
+        "coordinates": {axis: coordinates[axis] for axis in grid.axes},
+        "reason": reason,
+        "exits": exits,
+    }
+    storage.append_line(run.folder.path / SUSPECTS_FILE, json.dumps(record).encode())
+
+
 def name_machine(device: torch.device) -> tuple[str, str]:
     """Return the host and the device of this rank."""
     if device.type != "cuda":
@@ -341,22 +369,16 @@ class FaultDetector(Callback):
             return  # the model is taken to be at fault
         if not self._run.is_writer:
             return
-        now, grid = round(time.time(), 3), self._run.mesh.grid
+        fields = {"time": round(time.time(), 3), "step": self._step, "kind": diagnosis.cause}
         for index in diagnosis.ranks:
-            rank, (host, device) = self._run.mesh.world.ranks[index], self._machines[index]
-            coordinates = grid.coordinates(rank)
-            record = {
-                "time": now,
-                "step": self._step,
-                "kind": diagnosis.cause,
-                "rank": rank,
-                "host": host,
-                "device": device,
-                "coordinates": {axis: coordinates[axis] for axis in grid.axes},
-                "reason": self._first_fault or "comparison of reruns",
-                "exits": action == "exit",
-            }
-            storage.append_line(self._run.folder.path / SUSPECTS_FILE, json.dumps(record).encode())
+            record_suspects(
+                self._run,
+                index=index,
+                machine=self._machines[index],
+                fields=fields,
+                reason=self._first_fault or "comparison of reruns",
+                exits=action == "exit",
+            )
 
     def _write_differences(self, local_params: Sequence[ShardedParam]) -> None:
         """Append the differences of all gradients between two runs to `rerun_stats.jsonl`, one line
