@@ -1,4 +1,4 @@
-"""Faults that are planted in one rank of a run: classified, attributed to the rank, and acted on."""
+"""Faults planted in one rank of a run: classified, attributed to the rank, and acted on."""
 
 import json
 import math
