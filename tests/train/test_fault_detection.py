@@ -1,10 +1,11 @@
-"""Faults that are planted in one rank of a run: classified, attributed to the rank, and acted on."""
+"""Faults planted in one rank of a run: classified, attributed to the rank, and acted on."""
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.load import open_checkpoint
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError
+from megalith.observe.metrics import read_metrics
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import build_mesh
@@ -24,9 +27,14 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.callbacks import fault_detection
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
-from megalith.train.callbacks.fault_detection import SUSPECTS_FILE
+from megalith.train.callbacks.fault_detection import (
+    RERUN_STATS_FILE,
+    SUSPECTS_FILE,
+    read_suspect_exits,
+)
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
+from megalith.train.step import StepRequest
 
 CPU = torch.device("cpu")
 FAULT_STEP = 6
@@ -62,6 +70,8 @@ class Fault:
     rank: int = 1
     value: float = math.nan
     step: int = FAULT_STEP
+    stops: bool = False
+    """Whether the rank requests to stop in the same step, as after a signal."""
 
 
 class Planted(Callback):
@@ -115,6 +125,8 @@ class Planted(Callback):
         self._step, fault = step, self.fault
         if fault is None or step != fault.step:
             return
+        if fault.stops:
+            self._run.request(StepRequest.STOP)
         world = self._run.mesh.world
         sums = gather_objects(int(batches.microbatches[0].ids.sum()), world)
         self._bad_sample = int(str(sums[fault.rank]))
@@ -284,3 +296,146 @@ def test_planted_faults_are_classified_and_attributed(tmp_path: Path, layout: st
     assert suspects(tmp_path / "clean") == []
     for report, (case, expected) in zip(reports, cases, strict=True):
         check_case(clean, report, case, expected)
+
+
+def test_faults_of_one_of_two_ranks_and_of_samples(tmp_path: Path) -> None:
+    every = {"fault_detector.rerun_every": "2"}
+    faults = [
+        (Case(tmp_path / "transient", Fault("gradient")), "transient"),
+        (
+            Case(tmp_path / "persistent", Fault("gradient", persistent=True, value=1e6)),
+            "persistent",
+        ),
+        (Case(tmp_path / "model", Fault("sample", persistent=True)), "model"),
+        # no statistic shows this value
+        (Case(tmp_path / "silent", Fault("gradient", value=1e-3), every), "transient"),
+    ]
+    clean, reruns, *reports = train(
+        "dp2",
+        Case(tmp_path / "clean"),
+        Case(tmp_path / "reruns", settings=every | {"fault_detector.report_stats": "true"}),
+        *(case for case, _ in faults),
+    )
+    for report, (case, expected) in zip(reports, faults, strict=True):
+        check_case(clean, report, case, expected)
+    assert reruns == clean and suspects(tmp_path / "reruns") == []
+    file = tmp_path / "reruns" / RERUN_STATS_FILE
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    compared = {(row["step"], row["rank"]) for row in rows}
+    assert compared == set(product((2, 4, 6, 8), (0, 1)))
+    assert all(row["num_different"] == row["max_difference"] == 0 for row in rows)
+    log = (tmp_path / "persistent" / "log.txt").read_text()
+    assert "so its machine is at fault" in log and "rank 1 (host1, cpu)" in log
+    state = open_checkpoint(tmp_path / "persistent" / "checkpoints" / "step_0000005").state
+    assert state["train"]["step"] == 5 and state["train"]["consumed_samples"] == 60
+
+
+def _train_alone(path: Path, fault: Fault, settings: Mapping[str, str], host: str) -> Outcome | str:
+    """Train on one process, in which the fault occurs."""
+    case = Case(path, replace(fault, rank=0), settings, host)
+    return _train_rank(0, 1, "dp1", [case])[0][0]
+
+
+def test_undecided_fault_ends_the_run_once_and_is_of_the_model_elsewhere(tmp_path: Path) -> None:
+    fault = Fault("gradient", persistent=True)
+    rerun = {"fault_detector.nonfinite": "rerun"}
+    outcome = _train_alone(tmp_path, fault, rerun, "first")
+    assert isinstance(outcome, Outcome)
+    assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 5, True)
+    assert "no other rank can compute the samples of rank 0 (first0, cpu" in outcome.reason
+    assert suspects(tmp_path) == [("undecided", 0, "first0", True)]
+    assert len(read_suspect_exits(tmp_path)) == 1
+    again = _train_alone(tmp_path, fault, rerun, "first")
+    assert isinstance(again, str)
+    assert again.startswith("step 6: loss ") and "Exclude these hosts, or reduce" in again
+    assert "The run has ended at this step before because of the same fault" in again
+    elsewhere = _train_alone(tmp_path, replace(fault, step=6, persistent=False), rerun, "second")
+    assert elsewhere == Outcome("done", 8)
+
+
+def test_unset_action_skips_a_step_that_no_other_rank_can_check(tmp_path: Path) -> None:
+    fault = Fault("sample", persistent=True)
+    assert _train_alone(tmp_path, fault, {}, "host") == Outcome("done", 8)
+    assert not (tmp_path / SUSPECTS_FILE).exists()
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 6: loss nan, gradient norm nan; repeating the step" in log
+    assert "step 6: loss nan, gradient norm nan; no update" in log
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("stop", "step 6: spike of loss 8"),
+        ("warn", "step 6: spike of loss 8"),
+        ("skip", "step 6: skip, requested by callback FaultDetector"),
+    ],
+)
+def test_actions_after_a_spike(tmp_path: Path, action: str, message: str) -> None:
+    fault = Fault("loss", value=1e4)
+    outcome = _train_alone(tmp_path, fault, {"fault_detector.spike": action}, "host")
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "metrics.jsonl")}
+    if action == "stop":
+        assert isinstance(outcome, str) and outcome.startswith(message)
+        assert "Reduce schedule.lr, check the data" in outcome
+        assert saved_steps(tmp_path) == [3] and 6 not in rows
+        return
+    assert outcome == Outcome("done", 8)
+    assert message in (tmp_path / "log.txt").read_text()
+    assert "spike_rate" not in rows[5] and rows[6]["spike_rate"] == 1 / 6
+    assert rows[8]["skipped"] == int(action == "skip")
+
+
+def test_fault_is_classified_before_a_requested_stop(tmp_path: Path) -> None:
+    """An incomplete classification is never saved as a state to resume."""
+    fault = Fault("gradient", persistent=False, stops=True)
+    outcome = _train_alone(tmp_path, fault, {"fault_detector.nonfinite": "rerun"}, "host")
+    assert isinstance(outcome, Outcome) and (outcome.kind, outcome.step) == ("stopped", 6)
+    assert suspects(tmp_path) == [("transient", 0, "host0", False)]
+    state = open_checkpoint(tmp_path / "checkpoints" / "step_0000006").state["train"]
+    assert (state["step"], state["skipped"]) == (6, 0)
+
+
+def test_history_of_statistics_survives_a_restart(tmp_path: Path) -> None:
+    for steps in ("6", "8"):
+        _train_rank(0, 1, "dp1", [Case(tmp_path, settings={"train.steps": steps})])
+    states = [
+        open_checkpoint(tmp_path / "checkpoints" / f"step_000000{step}").state["callbacks"]
+        for step in (6, 8)
+    ]
+    first, last = (state["FaultDetector"]["values"]["loss"] for state in states)
+    assert (len(first), len(last)) == (6, 8) and last[:6] == first
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert last == [row["loss"] for row in rows]
+
+
+CLEAN: dict[str, dict[str, str]] = {
+    "fp32": {},
+    "bf16": {"precision.params": "bf16"},
+    "fp16": {"precision.params": "fp16", "precision.loss_scale.window": "50"},
+    "ramp_up": {
+        "train.batch_size_schedule": "[{size: 4}, {size: 8, samples: 400}, {size: 12, samples: 2000}]"
+    },
+    "experts": {"model.moe.num_experts": "4", "model.moe.top_k": "2", "train.z_loss": "1e-4"},
+    "sgd": {"optim.kind": "sgd", "model.mtp.num_layers": "1", "schedule.lr": "0.05"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", CLEAN)
+def test_clean_training_raises_no_alarm(tmp_path: Path, recipe: str) -> None:
+    settings = {
+        "train.steps": "500",
+        "train.eval_steps": "0",
+        "schedule.warmup_steps": "40",
+        "checkpoint.every": "0",
+        "observe.plots": "false",
+    }
+    run = tiny_run(settings | CLEAN[recipe])
+    mesh = build_mesh(model_grid(run.parallel, run.model, 1), rank=0)
+    outcome = run_training(run, RunFolder(tmp_path), mesh, CPU, show=False)
+    assert outcome == Outcome("done", 500)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(rows) == 500 and not any("spike_rate" in row for row in rows)
+    log = (tmp_path / "log.txt").read_text()
+    assert "repeating the step" not in log and "spike" not in log
+    assert suspects(tmp_path) == []
