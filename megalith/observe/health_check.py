@@ -5,6 +5,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +14,31 @@ from torch import Tensor
 
 from megalith.plan.device_health import DeviceHealth
 
-SIZES = {"cpu": 192, "cuda": 4096}
-"""Rows and columns of the products per device type: below 0.1 s in each dtype (measured on one CPU
-core with torch 2.13, 2 ms in fp32 and 30 ms in bf16)."""
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSizes:
+    """Sizes of the operations of a health check."""
+
+    product: int
+    """Rows and columns of the products."""
+
+    pattern_nbytes: int
+    """Block of memory that patterns are written to."""
+
+    copy_nbytes: int
+    """Block whose copy is timed."""
+
+
+CPU_SIZES = CheckSizes(192, 8 * 2**20, 16 * 2**20)
+"""0.2 s together (measured: one CPU core, torch 2.13)."""
+
+ACCELERATOR_SIZES = CheckSizes(4096, 2**30, 2**28)
+"""Heuristic: a product fills a GPU, and takes a few milliseconds."""
 
 EXACT_SIZE = 128
 """Rows and columns of a product whose sums are exact in every dtype: terms of -1, 0 and 1."""
-
-PATTERN_NBYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
-"""Size of the memory block that is tested."""
-
-COPY_NBYTES = {"cpu": 16 * 2**20, "cuda": 2**28}
-"""Size of the block whose copy is timed."""
 
 PATTERNS = 0x55, 0xAA, 0x00, 0xFF
 """Bytes written to the memory block: each bit is set and cleared, next to equal and other bits."""
@@ -38,7 +52,8 @@ def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceH
     bits: dict[str, int] = {}
     errors: list[str] = []
     speeds: dict[str, float] = {}
-    size = SIZES.get(device.type, SIZES["cpu"])
+    sizes = CPU_SIZES if device.type == CPU else ACCELERATOR_SIZES
+    size = sizes.product
     for dtype in dict.fromkeys(dtypes):
         name = f"matmul {str(dtype).removeprefix('torch.')}"
         left, right = (fill_fixed(size, shift, dtype, device) for shift in (0, 1))
@@ -47,8 +62,8 @@ def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceH
         speeds[name] = 2 * size**3 / seconds / 1e9
         if not is_exact(dtype, device):
             errors.append(f"{name} of whole numbers is wrong")
-    errors += check_memory(PATTERN_NBYTES.get(device.type, PATTERN_NBYTES["cpu"]), device)
-    speeds["memory copy"] = measure_copy(device)
+    errors += check_memory(sizes.pattern_nbytes, device)
+    speeds["memory copy"] = measure_copy(sizes.copy_nbytes, device)
     return DeviceHealth(
         socket.gethostname(), describe_device_type(device), bits, tuple(errors), speeds
     )
@@ -57,10 +72,10 @@ def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceH
 def describe_device_type(device: torch.device) -> str:
     """Return what determines the bits of results: the model of the device, and on a CPU also the
     number of threads; and the version of torch."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
+    if device.type == CPU:
         name = f"{_read_cpu_model()}, {torch.get_num_threads()} threads"
+    else:
+        name = torch.cuda.get_device_name(device)
     return f"{name}, torch {torch.__version__}"
 
 
@@ -121,9 +136,8 @@ def count_wrong_bytes(block: Tensor, pattern: int) -> int:
     return int((block != pattern).sum())
 
 
-def measure_copy(device: torch.device) -> float:
+def measure_copy(nbytes: int, device: torch.device) -> float:
     """Return the speed of a copy within the device's memory, in GB/s."""
-    nbytes = COPY_NBYTES.get(device.type, COPY_NBYTES["cpu"])
     try:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -138,7 +152,7 @@ def time_operation(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(NUM_TIMED + 1):
         started = time.perf_counter()
         run()
-        if device.type == "cuda":
+        if device.type != CPU:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
     return max(min(seconds[1:]), 1e-9)

@@ -70,7 +70,7 @@ def read_suspects(path: Path) -> list[dict[str, Any]]:
 def test_flipped_bit_of_one_rank_saves_the_state_and_ends_the_run_for_other_machines(
     tmp_path: Path,
 ) -> None:
-    """Its check at the start passes, that after step 2 does not; the state after step 2 is saved."""
+    """Its check at the start passes, that after step 2 does not; the latter state is saved."""
     clean = train({}, tmp_path / "clean")
     assert {outcome.kind for outcome in clean if isinstance(outcome, Outcome)} == {"done"}
     path = tmp_path / "faulty"
