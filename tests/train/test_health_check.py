@@ -67,6 +67,7 @@ def read_suspects(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "suspects.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_flipped_bit_of_one_rank_saves_the_state_and_ends_the_run_for_other_machines(
     tmp_path: Path,
 ) -> None:
@@ -97,7 +98,24 @@ def test_wrong_device_is_found_before_the_first_step(tmp_path: Path) -> None:
         assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 0, False)
 
 
-def test_damaged_memory_and_messages_are_errors() -> None:
+def test_wrong_product_on_one_rank_ends_the_run_for_other_machines(tmp_path: Path) -> None:
+    """The check at the start passes, that after step 2 does not."""
+    num_checks = 0
+
+    def is_exact(dtype: torch.dtype, device: torch.device) -> bool:
+        nonlocal num_checks
+        num_checks += 1
+        return num_checks == 1
+
+    with patched(health_check, "is_exact", is_exact):
+        run = tiny_run(BASE)
+        mesh = build_single_rank_mesh()
+        outcome = run_training(run, RunFolder(tmp_path), mesh, CPU, show=False)
+    assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 2, True)
+    assert read_suspects(tmp_path)[0]["reason"] == "matmul float32 of whole numbers is wrong"
+
+
+def test_damaged_memory_is_an_error() -> None:
     def count(block: Tensor, pattern: int) -> int:
         block[5] ^= 0 if pattern != 0xAA else 4
         return count_wrong(block, pattern)
@@ -128,6 +146,7 @@ def _exchange(rank: int, world: int) -> tuple[str, ...]:
     return health.errors
 
 
+@pytest.mark.slow
 def test_damaged_message_names_its_sender() -> None:
     assert run_ranks(_exchange, 2) == [(), ("1 bytes of the message from rank 0 are wrong",)]
 

@@ -132,6 +132,7 @@ def test_two_replicas_are_attributed_by_repeating_the_steps(
     assert not (tmp_path / "repeated" / "skipped.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_two_replicas_of_a_rounded_weight_are_attributed_by_its_master_weights(
     tmp_path: Path,
 ) -> None:
@@ -143,6 +144,7 @@ def test_two_replicas_of_a_rounded_weight_are_attributed_by_its_master_weights(
     assert "rolled back" not in log
 
 
+@pytest.mark.slow
 def test_difference_after_the_last_step_is_not_saved(tmp_path: Path) -> None:
     results, _ = train({}, tmp_path, Flip("param", step=6))
     for result in results:
@@ -152,6 +154,7 @@ def test_difference_after_the_last_step_is_not_saved(tmp_path: Path) -> None:
     assert first == second and "at step 4" in log
 
 
+@pytest.mark.slow
 def test_difference_without_a_verified_checkpoint_ends_the_run(tmp_path: Path) -> None:
     results, _ = train({}, tmp_path, Flip("param", step=2))
     for result in results:

@@ -17,7 +17,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, StepBatches
 from megalith.errors import CallbackError
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.grad_sync import byte_checksum
+from megalith.parallel.grad_sync import ShardedParam, byte_checksum
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.batch_schedule import BatchSizeSchedule
 from megalith.plan.grid import model_grid
@@ -56,6 +56,7 @@ RAMP = {
     "train.micro_batch_size": "1",
 }
 DROPOUT = {"model.dropout.hidden": "0.1"}
+FP16 = {"precision.params": "fp16", "precision.loss_scale.window": "3"}
 PACKED = {"train.tokens_per_microbatch": "24", "data.overlong": "truncate"}
 
 
@@ -162,6 +163,7 @@ def read_skipped(path: Path) -> list[dict[str, Any]]:
         (RAMP, 1, (24, 72)),
         pytest.param(DROPOUT, 1, (48, 96), marks=pytest.mark.slow),
         pytest.param(PACKED, 1, (48, 96), marks=pytest.mark.slow),
+        pytest.param(FP16, 1, (48, 96), marks=pytest.mark.slow),
         pytest.param({}, 2, (48, 96), marks=pytest.mark.slow),
         pytest.param(RAMP | {"parallel.zero": "1"}, 2, (24, 72), marks=pytest.mark.slow),
     ],
@@ -197,6 +199,39 @@ def test_run_equals_one_whose_data_never_contained_the_samples(
     assert f"rolled back to the checkpoint of step 4; continuing with sample {end}" in log
 
 
+class NanSamples(Spike):
+    """Makes a gradient NaN in every step that begins with a certain sample."""
+
+    def __init__(self, sample: int) -> None:
+        super().__init__(None)
+        self.sample = sample
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
+        if self.run.prepared.state.consumed_samples == self.sample:
+            local_params[0].gradient.view(-1)[0] = float("nan")
+
+
+@pytest.mark.parametrize("action", ["rollback", pytest.param("rerun", marks=pytest.mark.slow)])
+def test_fault_detector_skips_samples_whose_gradients_are_nan(tmp_path: Path, action: str) -> None:
+    """At once, or after reruns have shown that the samples are at fault."""
+    (clean,) = train({}, tmp_path / "clean", without=(48, 108))
+    settings = {"fault_detector.nonfinite": action, "fault_detector.model_fault": "rollback"}
+    path = tmp_path / "faulty"
+    callbacks = [NanSamples(84)]
+    if action == "rerun":  # one rank cannot shift samples: it ends once for another machine
+        train(settings, path, NanSamples(84))
+        suspects = path / "suspects.jsonl"
+        suspects.write_text(suspects.read_text().replace('"host": "', '"host": "other-'))
+    (weights,) = train(settings, path, *callbacks)
+    assert {step: weights[step] for step in range(5, 10)} == {
+        step: clean[step] for step in range(5, 10)
+    }
+    (row,) = read_skipped(path)
+    assert (row["first_sample"], row["num_samples"], row["step"]) == (48, 60, 8)
+    assert "gradient norm nan" in row["reason"]
+
+
+@pytest.mark.slow
 def test_checkpoint_of_a_diverged_model_is_not_restored(tmp_path: Path) -> None:
     train({"train.steps": "6"}, tmp_path, Spike(None))
     state = tmp_path / "checkpoints" / folder_name(4) / "state.json"
@@ -206,6 +241,7 @@ def test_checkpoint_of_a_diverged_model_is_not_restored(tmp_path: Path) -> None:
     assert "rolled back to the checkpoint of step 2" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_oldest_checkpoint_is_used_if_none_is_old_enough(tmp_path: Path) -> None:
     settings = {"fault_detector.rollback_steps": "100"}
     train(settings, tmp_path, Spike(SPIKE))
@@ -216,6 +252,7 @@ def test_oldest_checkpoint_is_used_if_none_is_old_enough(tmp_path: Path) -> None
     ) in log
 
 
+@pytest.mark.slow
 def test_pinned_checkpoint_of_discarded_steps_is_renamed(tmp_path: Path) -> None:
     class Pin(Spike):
         def before_step(self, step: int, batches: StepBatches) -> None:
@@ -278,6 +315,7 @@ def test_skipped_steps_are_ranges_that_a_rollback_does_not_repeat(tmp_path: Path
     ]
 
 
+@pytest.mark.slow
 def test_too_many_rollbacks_end_the_run_and_name_the_setting(tmp_path: Path) -> None:
     class EveryTime(Spike):
         def before_update(self, stats: StepStats) -> StepRequest | None:
