@@ -130,6 +130,9 @@ def test_two_replicas_are_attributed_by_repeating_the_steps(
     assert "rolled back to the checkpoint of step 2; continuing with sample 24" in log
     assert f"rank {rank} (host " in log and "is faulty, by repeating the steps" in log
     assert not (tmp_path / "repeated" / "skipped.jsonl").exists()
+    assert log.index("rolled back") < log.index("saved step_0000004"), (
+        "differing replicas are saved"
+    )
 
 
 @pytest.mark.slow
