@@ -215,7 +215,8 @@ def train(layout: str, *cases: Case) -> list[list[Report]]:
     ranks by case."""
     parallel = tiny_run(BASE | LAYOUTS[layout]).parallel
     world = parallel.tp * parallel.pp * (parallel.dp or 1)
-    by_rank = run_ranks(_train_rank, world, layout, cases)
+    seconds = 20.0 * max(3, len(cases))
+    by_rank = run_ranks(_train_rank, world, layout, cases, timeout=seconds)
     return [[reports[number] for reports in by_rank] for number in range(len(cases))]
 
 
@@ -408,13 +409,12 @@ def test_history_of_statistics_survives_a_restart(tmp_path: Path) -> None:
     assert last == [row["loss"] for row in rows]
 
 
+RAMP_UP = "[{size: 4}, {size: 8, samples: 400}, {size: 12, samples: 2000}]"
 CLEAN: dict[str, dict[str, str]] = {
     "fp32": {},
     "bf16": {"precision.params": "bf16"},
     "fp16": {"precision.params": "fp16", "precision.loss_scale.window": "50"},
-    "ramp_up": {
-        "train.batch_size_schedule": "[{size: 4}, {size: 8, samples: 400}, {size: 12, samples: 2000}]"
-    },
+    "ramp_up": {"train.batch_size_schedule": RAMP_UP},
     "experts": {"model.moe.num_experts": "4", "model.moe.top_k": "2", "train.z_loss": "1e-4"},
     "sgd": {"optim.kind": "sgd", "model.mtp.num_layers": "1", "schedule.lr": "0.05"},
 }

@@ -347,6 +347,7 @@ class FaultDetector(Callback):
         for index in diagnosis.ranks:
             rank, (host, device) = self._run.mesh.world.ranks[index], self._machines[index]
             coordinates = grid.coordinates(rank)
+            axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in coordinates]
             record = {
                 "time": now,
                 "step": self._step,
@@ -354,7 +355,7 @@ class FaultDetector(Callback):
                 "rank": rank,
                 "host": host,
                 "device": device,
-                "coordinates": {axis: coordinates[axis] for axis in grid.axes},
+                "coordinates": {axis: coordinates[axis] for axis in axes},
                 "reason": self._first_fault or "comparison of reruns",
                 "exits": action == "exit",
             }
