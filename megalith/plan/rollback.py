@@ -57,7 +57,7 @@ class SkippedSamples:
         return type(self)(tuple(sorted([*apart, (first, end)])))
 
     def merge(self, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the ranges with further ones."""
+        """Return the ranges with other ones added."""
         merged = self
         for first, end in ranges:
             merged = merged.add(first, end)

@@ -82,7 +82,7 @@ def read_suspect_exits(folder: StoragePath) -> tuple[SuspectExit, ...]:
 
 def name_machine(device: torch.device) -> tuple[str, str]:
     """Return the host and the device of this rank."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return socket.gethostname(), device.type
     name = torch.cuda.get_device_name(device)
     return socket.gethostname(), f"{device.type}:{device.index or 0} {name}"
