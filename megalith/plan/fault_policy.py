@@ -115,6 +115,8 @@ def find_spikes(
         if len(accepted) < MIN_ACCEPTED_STEPS or not math.isfinite(value):
             continue
         middle = median(accepted)
+        if value <= middle + (SPIKE_FACTOR - 1) * abs(middle):
+            continue  # in most steps; the deviation takes as long as the median
         sigma = MAD_TO_SIGMA * median([abs(each - middle) for each in accepted])
         threshold = middle + max(sigmas * sigma, (SPIKE_FACTOR - 1) * abs(middle))
         if value > threshold:
@@ -162,8 +164,8 @@ class RankGradients:
         )
 
     def is_worse(self, other: "RankGradients") -> bool:
-        """Return whether this is further from plausible values than another measurement of the same
-        samples: not finite, or larger."""
+        """Return whether this is less plausible than another measurement of the same samples: not
+        finite, or larger."""
         if self.is_finite != other.is_finite:
             return not self.is_finite
         return (self.norm, abs(self.loss)) > (other.norm, abs(other.loss))

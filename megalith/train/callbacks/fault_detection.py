@@ -96,21 +96,36 @@ def record_suspects(
     """
     rank, (host, device), grid = run.mesh.world.ranks[index], machine, run.mesh.grid
     coordinates = grid.coordinates(rank)
+    axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in coordinates]
     record = {
         **fields,
         "rank": rank,
         "host": host,
         "device": device,
-        "coordinates": {axis: coordinates[axis] for axis in grid.axes},
+        "coordinates": {axis: coordinates[axis] for axis in axes},
         "reason": reason,
         "exits": exits,
     }
     storage.append_line(run.folder.path / SUSPECTS_FILE, json.dumps(record).encode())
 
 
+def find_suspect_start(run: RunView) -> int | None:
+    """Return the step at which a run has resumed from a local checkpoint, if a persistent one could
+    be loaded instead; else None. Collective."""
+    if not run.prepared.is_resumed_locally:
+        return None
+    folder, step = run.folder.checkpoints, run.step
+
+    def has_persistent() -> bool:
+        return any(each <= step for each in list_complete_checkpoints(folder))
+
+    exists = raise_on_all_ranks(lambda: run.is_writer and has_persistent(), run.mesh.world)[0]
+    return step if exists else None
+
+
 def name_machine(device: torch.device) -> tuple[str, str]:
     """Return the host and the device of this rank."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return socket.gethostname(), device.type
     name = torch.cuda.get_device_name(device)
     return socket.gethostname(), f"{device.type}:{device.index or 0} {name}"
@@ -143,6 +158,8 @@ class FaultDetector(Callback):
         """Whether each run of the step passes the checks."""
         self._is_diagnosing = False
         """Whether this callback repeats the step."""
+        self._local_start: int | None = None
+        """Step of the local checkpoint that the run has resumed from, and that may be damaged."""
         self._decided: StepRequest | None = None
         """The action after a last rerun, whose result is used."""
         self._skip_reason: str | None = None
@@ -162,6 +179,7 @@ class FaultDetector(Callback):
         self._dp_groups = [
             [index[rank] for rank in group] for group in run.mesh.grid.groups(("dp",))
         ]
+        self._local_start = find_suspect_start(run)
         exits = read_suspect_exits(run.folder.path) if run.is_writer else ()
         gathered: list[Any] = gather_objects((*name_machine(run.device), exits), world)
         self._machines = [(host, device) for host, device, _ in gathered]
@@ -291,12 +309,29 @@ class FaultDetector(Callback):
             return StepRequest.RERUN if self._is_diagnosing else StepRequest.NONE
         action: FaultAction = self._config.spike
         if kind == "nonfinite":
+            if self._plan_reload():
+                return StepRequest.ROLLBACK
             action = self._config.nonfinite or "rerun"
         if action == "rerun":
             self._is_diagnosing = True
             self._run.log(f"step {self._step}: {self._first_fault}; repeating the step")
             return StepRequest.RERUN
         return self._execute(choose_first_action(action), stats, self._first_fault)
+
+    def _plan_reload(self) -> bool:
+        """Plan to repeat the steps since a local checkpoint from a persistent one, if the local one
+        may have been damaged; return whether it may. Only once."""
+        start, num_steps = self._local_start, self._config.suspect_steps
+        if start is None or self._step > start + num_steps:
+            return False
+        self._local_start = None
+        reason = (
+            f"{self._first_fault} within fault_detector.suspect_steps={num_steps} steps after the "
+            f"local checkpoint of step {start}"
+        )
+        self._run.log(f"step {self._step}: {reason}; reloading a persistent checkpoint")
+        self.rollback_plan = RollbackPlan(start + 1, self._step, reason, skips_samples=False)
+        return True
 
     def _execute(self, action: Action, stats: StepStats, reason: str) -> StepRequest:
         """Return the request of an action, and log why; `reason`: the fault and its cause.
