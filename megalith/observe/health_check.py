@@ -128,6 +128,9 @@ def check_memory(nbytes: int, device: torch.device) -> list[str]:
         block.fill_(pattern)
         if num_wrong := count_wrong_bytes(block, pattern):
             errors.append(f"memory pattern 0x{pattern:02x}: {num_wrong} of {nbytes} bytes changed")
+    del block
+    if device.type != CPU:
+        torch.cuda.empty_cache()  # the block is returned to the device
     return errors
 
 

@@ -182,7 +182,7 @@ def describe_checkpoint_source(
     )
     schedule_end = (
         ""
-        if state.read_samples == batch_schedule.count_samples(state.step)
+        if state.read_samples == batch_schedule.count_samples(state.step - len(state.skipped_steps))
         else (
             f"; with the changed {changed}, train.steps={run.train.steps} "
             f"ends at sample {last} of the schedule's {lengths.total}"

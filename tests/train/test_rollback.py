@@ -199,6 +199,29 @@ def test_run_equals_one_whose_data_never_contained_the_samples(
     assert f"rolled back to the checkpoint of step 4; continuing with sample {end}" in log
 
 
+@pytest.mark.slow
+def test_second_rollback_skips_the_samples_of_both(tmp_path: Path) -> None:
+    """The second one restores the checkpoint that the first one saved again."""
+
+    class Twice(Spike):
+        num_left = 1
+
+        def after_rollback(self, step: int) -> None:
+            if self.num_left:
+                self.num_left, self.plan = 0, SPIKE
+
+    (clean,) = train({}, tmp_path / "clean", without=(48, 144))
+    path = tmp_path / "run"
+    assert train({}, path, Twice(SPIKE)) == [clean]
+    state = read_state(path)
+    assert state["train"]["skipped_samples"] == {"rollback": [[48, 144]], "steps": {}}
+    assert state["rollbacks"] == [8, 8]
+    assert [(row["first_sample"], row["num_samples"]) for row in read_skipped(path)] == [
+        (48, 48),
+        (96, 48),
+    ]
+
+
 class NanSamples(Spike):
     """Makes a gradient NaN in every step that begins with a certain sample."""
 
