@@ -270,15 +270,15 @@ class TrainLoop:
         return replace(outcome, saved=False, reason=why)
 
     def _exit_for_other_machines(self, reason: str) -> Outcome:
-        """Save the state before the discarded step, unless replicas differ, and return that the run
-        must continue on other machines."""
+        """Save the state before the discarded step, if it is valid, and return that the run must
+        continue on other machines."""
         step = self.prepared.state.step
         self.prepared.trainer.data.wait_params()
         self._drain_save()
-        if self.fault_detector.has_equal_replicas():
+        if self.fault_detector.is_state_valid():
             self._save(final=True)
         else:
-            reason += "; not saved, because the copies of the weights differ"
+            reason += "; the weights or the optimizer state of this machine are wrong"
         return Outcome("suspect", step, reason, saved=self.checkpointer.saved_step == step)
 
     def _run_step(self, loader: Loader) -> FinishedStep:

@@ -377,6 +377,30 @@ def test_unset_action_skips_a_step_that_no_other_rank_can_check(tmp_path: Path) 
     assert "step 6: loss nan, gradient norm nan; no update" in log
 
 
+def test_corrupt_optimizer_state_is_found_and_not_saved(tmp_path: Path) -> None:
+    outcome = _train_alone(tmp_path, Fault("moment", value=1e9), {}, "host")
+    assert isinstance(outcome, Outcome)
+    assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 6, False)
+    assert "the memory of rank 0 (host0, cpu, in " in outcome.reason
+    assert "no training gives" in outcome.reason
+    assert suspects(tmp_path) == [("state", 0, "host0", True)]
+    assert saved_steps(tmp_path) == [3, 6][: len(saved_steps(tmp_path))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "kind"), [("dp2", "persistent"), ("zero1", "state")])
+@pytest.mark.parametrize("value", [1e9, -math.inf])
+def test_wrong_moments_are_attributed_to_their_rank(
+    tmp_path: Path, layout: str, kind: str, value: float
+) -> None:
+    case = Case(tmp_path, Fault("moment", value=value), {"checkpoint.every": "5"})
+    ((report, _),) = train(layout, case)
+    assert isinstance(report[0], Outcome) and report[0].kind == "suspect"
+    assert (report[0].step, report[0].saved) == (6, False)
+    assert suspects(tmp_path) == [(kind, 1, "host1", True)]
+    assert saved_steps(tmp_path) == [5]
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
