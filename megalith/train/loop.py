@@ -275,11 +275,13 @@ class TrainLoop:
         step = self.prepared.state.step
         self.prepared.trainer.data.wait_params()
         self._drain_save()
-        if self.fault_detector.is_state_valid():
+        is_valid = self.fault_detector.is_state_valid()
+        if is_valid:
             self._save(final=True)
         else:
-            reason += "; the weights or the optimizer state of this machine are wrong"
-        return Outcome("suspect", step, reason, saved=self.checkpointer.saved_step == step)
+            reason += "; its weights or optimizer state are wrong"
+        saved = is_valid and self.checkpointer.saved_step == step
+        return Outcome("suspect", step, reason, saved=saved)
 
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""

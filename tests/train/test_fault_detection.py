@@ -384,7 +384,6 @@ def test_corrupt_optimizer_state_is_found_and_not_saved(tmp_path: Path) -> None:
     assert "the memory of rank 0 (host0, cpu, in " in outcome.reason
     assert "no training gives" in outcome.reason
     assert suspects(tmp_path) == [("state", 0, "host0", True)]
-    assert saved_steps(tmp_path) == [3, 6][: len(saved_steps(tmp_path))]
 
 
 @pytest.mark.slow
