@@ -4,12 +4,14 @@ processes of asynchronous saves."""
 
 import errno
 import logging
+import math
 import re
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megalith import storage
 from megalith.checkpoint.manifest import (
@@ -174,13 +176,16 @@ _LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Which complete checkpoints are not deleted: the newest `keep` (None: all), multiples of
-    `keep_every`, pinned ones, links, and the newest before the run diverged."""
+    `keep_every`, `best_steps`, pinned ones, links, and the newest before the run diverged."""
 
     keep: int | None = None
     keep_every: int | None = None
     last_update: int | None = None
     """The last step that updated the weights, if later steps were skipped. The newest checkpoint up
     to that step is kept, because later ones may be of a divergent run."""
+
+    best_steps: frozenset[int] = frozenset()
+    """Steps with the best values of an evaluation metric."""
 
     def delete_old(self, folder: StoragePath) -> list[StoragePath]:
         """Delete the other complete checkpoints of a folder and return them. A failed deletion is a
@@ -198,9 +203,53 @@ class Retention:
             complete[step]
             for step in _to_delete(complete, self.keep, self.keep_every)
             if step != last_good
+            and step not in self.best_steps
             and not storage.is_link(complete[step])
             and not storage.exists(complete[step] / PIN)
         ]
+
+
+class BestCheckpoints:
+    """Steps of the checkpoints with the best values of an evaluation metric, best first; of equal
+    values the earlier step.
+
+    >>> best = BestCheckpoints("eval_loss", 2)
+    >>> for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5), (4, float("nan"))):
+    ...     best.add(step, loss)
+    >>> best.values
+    {2: 2.0, 3: 2.5}
+    """
+
+    def __init__(self, metric: str, num_kept: int) -> None:
+        """`metric`: a name in metrics.jsonl, of which the highest values are the best if it is an
+        accuracy, else the lowest; `num_kept`: number of steps."""
+        self.metric, self.num_kept = metric, num_kept
+        self.is_higher_better = "_acc" in metric
+        self.values: dict[int, float] = {}
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step; NaN is never one of the best."""
+        if math.isnan(value):
+            return
+        self.values[step] = value
+        sign = -1 if self.is_higher_better else 1
+        best = sorted(self.values, key=lambda each: (sign * self.values[each], each))
+        self.values = {each: self.values[each] for each in best[: self.num_kept]}
+
+    def remove_after(self, step: int) -> None:
+        """Remove the steps after `step`, which were discarded."""
+        self.values = {each: value for each, value in self.values.items() if each <= step}
+
+    def as_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return the metric and its best values by step."""
+        values = {str(step): value for step, value in self.values.items()}
+        return {"metric": self.metric, "values": values}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:  # Any: JSON
+        """Continue with the values of `as_json`, unless they are of another metric."""
+        if saved.get("metric") == self.metric:
+            for step, value in saved["values"].items():
+                self.add(int(step), float(value))
 
 
 def set_aside_damaged(path: StoragePath) -> StoragePath:

@@ -18,6 +18,9 @@ LoadMode = Literal["weights", "progress", "all"]
 """State loaded by a new run: weights; also the progress in data and schedules; also the
 optimizer state."""
 
+ParallelLoad = bool | Literal["auto"]
+"""Whether ranks that need the same boxes of a checkpoint read them once and exchange them."""
+
 NewRowInit = Literal["zero", "mean"]
 """Initial value of vocabulary rows that the loaded model does not have."""
 
@@ -72,6 +75,14 @@ class CheckpointConfig:
     keep_every: Annotated[int | None, Ge(1)] = None
     """Checkpoints at multiples of this step are never deleted. Unset: none."""
 
+    best_metric: str | None = None
+    """Metric of an evaluation, as it is named in metrics.jsonl, such as eval_loss or NAME_acc of
+    evaluate.NAME. The checkpoints with its best values are not deleted: the highest values of
+    accuracies, the lowest of others. Unset: none."""
+
+    keep_best: Annotated[int, Ge(1)] = 1
+    """Number of checkpoints with the best values of `best_metric` to keep."""
+
     load: str | None = None
     """Checkpoint, run or Hugging Face folder from which a new run starts, or the URL of a
     checkpoint or `folder` in an object store; not used when the run resumes. Unset: random initial
@@ -107,6 +118,14 @@ class CheckpointConfig:
     allow_model_changes: tuple[str, ...] = ()
     """Model settings, or sections of them, that may differ from those of the loaded checkpoint,
     such as model.rope."""
+
+    parallel_load: ParallelLoad = "auto"
+    """Whether a box of a checkpoint that several ranks need is read by one of them, which sends it
+    to the others. auto: if the checkpoint is in an object store or on a network file system."""
+
+    exchange_buffer_mb: Annotated[int, Ge(1)] = 256
+    """Size of the buffer for boxes that ranks exchange (`parallel_load`), in MiB per rank; larger
+    boxes are exchanged one by one."""
 
     save_optimizer: bool = True
     """Save master weights and optimizer state. Off: a run can resume only with

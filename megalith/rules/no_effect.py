@@ -420,7 +420,12 @@ UNUSED: tuple[Unused, ...] = (
         "with offload.layers=0 nothing is offloaded",
     ),
     Unused(
-        ("checkpoint.keep_every",),
+        ("checkpoint.keep_best",),
+        lambda run, world: run.checkpoint.best_metric is None,
+        "it belongs to checkpoint.best_metric, which is unset",
+    ),
+    Unused(
+        ("checkpoint.keep_every", "checkpoint.best_metric"),
         lambda run, world: run.checkpoint.keep is None,
         "with checkpoint.keep unset every checkpoint is kept",
     ),

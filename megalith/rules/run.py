@@ -1,6 +1,7 @@
 """Rules across the settings of a training run; all run before anything is built, and all failures
 are reported together."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -479,6 +480,35 @@ def check_eval_steps(run: TrainRun, world: int) -> str | None:
     )
 
 
+def check_best_metric(run: TrainRun, world: int) -> str | None:
+    """checkpoint.best_metric is a metric of an evaluation whose steps are saved."""
+    metric, every = run.checkpoint.best_metric, run.checkpoint.every
+    if metric is None:
+        return None
+    intervals = {name: suite.every for name, suite in run.evaluate.items()}
+    if run.train.eval_steps > 0:
+        intervals["eval"] = run.train.eval_every
+    suites = [name for name in intervals if metric.startswith(f"{name}_")]
+    if not suites:
+        choices = [name for name, suite in run.evaluate.items() if suite.kind == "choice"]
+        listed = [f"{name}_{'acc' if name in choices else 'loss'}" for name in intervals]
+        advice = f"Use one of {listed}" if listed else "Set train.eval_steps=10 and eval_loss"
+        return (
+            f"checkpoint.best_metric={metric} is not a metric of an evaluation of this run. "
+            f"{advice}, or remove checkpoint.best_metric."
+        )
+    suite = max(suites, key=len)
+    interval = intervals[suite] or 0
+    if interval and every and math.lcm(interval, every) < run.train.steps:
+        return None
+    setting = "train.eval_every" if suite == "eval" else f"evaluate.{suite}.every"
+    return (
+        f"checkpoint.best_metric={metric}: with {setting}={interval} and checkpoint.every={every}, "
+        f"no step before the last is both evaluated and saved. Set {setting} to the value of "
+        f"checkpoint.every, for example both to {max(1, run.train.steps // 10)}."
+    )
+
+
 def check_weight_decay(run: TrainRun, world: int) -> str | None:
     """A step of decoupled weight decay does not increase weights."""
     schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
@@ -628,6 +658,7 @@ RULES: tuple[Rule, ...] = (
     check_explicit_backends,
     check_zero3_chunks_share_no_table,
     check_eval_steps,
+    check_best_metric,
     check_weight_decay,
     check_num_samples,
     check_sft_tokenizer,

@@ -4,19 +4,20 @@ detection of NaN or infinite parameters; the check that replicas start from equa
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megalith.checkpoint.async_save import MIN_NBYTES, AsyncSaver, WriterSettings, check_memory
-from megalith.checkpoint.commit import Retention
+from megalith.checkpoint.commit import BestCheckpoints, Retention
 from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.local import LocalSaveError, LocalSaveReport
 from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError, did_you_mean
 from megalith.optim.ema import EMA
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
@@ -189,8 +190,14 @@ class Checkpointer(Callback):
         self._fault_detector, self._lock = fault_detector, lock
         self._num_failures = 0  # in a row
         self._num_waits = 0  # in a row
+        self._has_failed_locally = False
         self._is_delayed = False
         self._saver: AsyncSaver | None = None
+        self._restored: Mapping[str, Any] = {}  # Any: JSON
+        self._best: BestCheckpoints | None = None
+        self._evaluated: tuple[int, float] | None = (
+            None  # last step with best_metric, and its value
+        )
 
     def on_start(self, run: RunView) -> None:
         """Receive the run, and start the writer processes if saves are asynchronous. Collective.
@@ -201,9 +208,40 @@ class Checkpointer(Callback):
         self._run = run
         is_saved = run.prepared.is_resumed and not run.prepared.is_resumed_locally
         self.saved_step = run.step if is_saved else -1
+        checkpoint = run.config.checkpoint
+        if checkpoint.best_metric is not None:
+            self._best = BestCheckpoints(checkpoint.best_metric, checkpoint.keep_best)
+            self._best.restore(self._restored)
         self._saver = self._open_saver()
         if self._saver is not None:
             run.prepared.trainer.write_guard.wait_staged = self._saver.wait_staged
+
+    def after_evaluate(self, results: Mapping[str, SuiteResult], metrics: StepMetrics) -> None:
+        """Receive the value of checkpoint.best_metric.
+
+        Raises:
+            ConfigError: its evaluation has no such metric.
+        """
+        if self._best is None:
+            return
+        name, step = self._best.metric, self._run.step
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            self._evaluated = step, float(value)
+        elif suites := [suite for suite in results if name.startswith(f"{suite}_")]:
+            names = [*results[max(suites, key=len)].metrics(max(suites, key=len))]
+            raise ConfigError(
+                f"checkpoint.best_metric={name}: the evaluation has no such number."
+                f"{did_you_mean(name, names)} Use one of {', '.join(names)}."
+            )
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Return the best values of checkpoint.best_metric."""
+        return {} if self._best is None else self._best.as_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best values of checkpoint.best_metric."""
+        self._restored = state
 
     def on_error(self, error: BaseException) -> None:
         """Let the writers finish a save in flight."""
@@ -245,7 +283,15 @@ class Checkpointer(Callback):
             timeout_seconds=checkpoint.writer_timeout_seconds,
             drain_seconds=checkpoint.drain_timeout_seconds,
         )
-        return AsyncSaver(entries, world, self._run.device, settings)
+        saver = AsyncSaver(entries, world, self._run.device, settings)
+        if self._run.prepared.local_tier is not None:
+            saver.serve_local(self._run.prepared.local_tier)
+        return saver
+
+    @property
+    def saver(self) -> AsyncSaver | None:
+        """Asynchronous saves of this run; None if its saves are synchronous."""
+        return self._saver
 
     def count_saves(self) -> SaveCounts:
         """Return the state of this rank's part of the asynchronous save in flight."""
@@ -262,6 +308,14 @@ class Checkpointer(Callback):
             return None
         step = self._saver.pending_step
         return self._count(self._saver.advance(*counts), step, final=False)
+
+    def report_local(self, result: LocalSaveReport | CheckpointError) -> None:
+        """Log the result of a local save: of failures only the first until a save succeeds."""
+        if isinstance(result, LocalSaveReport):
+            _log.info("%s", result)
+        elif not self._has_failed_locally:
+            self._run.log(f"the run continues without this local checkpoint: {result}")
+        self._has_failed_locally = not isinstance(result, LocalSaveReport)
 
     def drain(self) -> SaveReport | CheckpointError | None:
         """Wait for the asynchronous save in flight, and return its report or error. Collective.
@@ -302,7 +356,9 @@ class Checkpointer(Callback):
 
     def after_rollback(self, step: int) -> None:
         """Save this step again, because the position in the data has changed."""
-        self.saved_step, self._is_delayed = -1, False
+        self.saved_step, self._is_delayed, self._evaluated = -1, False, None
+        if self._best is not None:
+            self._best.remove_after(step)
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Request a save after this step, if it is due or was delayed, or if the batch size
@@ -348,6 +404,8 @@ class Checkpointer(Callback):
             self._is_delayed = True
             return None
         self._is_delayed = False
+        if self._best is not None and self._evaluated is not None and self._evaluated[0] == step:
+            self._best.add(*self._evaluated)
         entries = self.entries()
         state = self.collect_state(entries, callback_states)
         return self._write(entries, state, final=final, overlap=overlap and not final)
@@ -392,7 +450,8 @@ class Checkpointer(Callback):
         folder, step = run.folder.checkpoints, run.state.step
         config_text = run.tokenizer_files.config_text(run.run, ".")
         auxiliary_files = run.tokenizer_files.contents
-        retention = Retention(keep.keep, keep.keep_every, run.state.last_update)
+        best_steps = frozenset(() if self._best is None else self._best.values)
+        retention = Retention(keep.keep, keep.keep_every, run.state.last_update, best_steps)
         result: SaveReport | CheckpointError | None = None
         try:
             # There is no training that the last save could overlap with.
@@ -423,13 +482,20 @@ class Checkpointer(Callback):
         return self._count(result, step, final=final)
 
     def _count(
-        self, result: SaveReport | CheckpointError | None, step: int | None, *, final: bool
+        self,
+        result: SaveReport | LocalSaveReport | CheckpointError | None,
+        step: int | None,
+        *,
+        final: bool,
     ) -> SaveReport | CheckpointError | None:
         """Count successful and failed saves, and log the result of the save of `step`.
 
         Raises:
             CheckpointError: the final save, or too many in a row, have failed.
         """
+        if isinstance(result, LocalSaveReport | LocalSaveError):
+            self.report_local(result)
+            return None
         if isinstance(result, CheckpointError):
             self._num_failures += 1
             if final or self._num_failures >= self._run.config.checkpoint.max_save_failures:
