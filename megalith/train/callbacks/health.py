@@ -23,7 +23,7 @@ from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.storage import max_file_nbytes
-from megalith.train.callbacks.base import Callback, Outcome, RunView
+from megalith.train.callbacks.base import Callback, Outcome, RunView, StepMetrics
 from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
