@@ -307,8 +307,12 @@ def list_cases(path: Path, layout: str) -> list[tuple[Case, str]]:
 @pytest.mark.parametrize("layout", ["dp2", "dp3", "zero1", "zero2", "tp2", "pp2", "dp2_tp2"])
 def test_planted_faults_are_classified_and_attributed(tmp_path: Path, layout: str) -> None:
     cases = list_cases(tmp_path, layout)
-    clean, *reports = train(layout, Case(tmp_path / "clean"), *(case for case, _ in cases))
-    assert suspects(tmp_path / "clean") == []
+    every = Case(tmp_path / "every", settings={"fault_detector.rerun_every": "1"})
+    clean, reruns, *reports = train(
+        layout, Case(tmp_path / "clean"), every, *(case for case, _ in cases)
+    )
+    assert reruns == clean
+    assert suspects(tmp_path / "clean") == suspects(every.path) == []
     for report, (case, expected) in zip(reports, cases, strict=True):
         check_case(layout, clean, report, case, expected)
 
@@ -316,7 +320,6 @@ def test_planted_faults_are_classified_and_attributed(tmp_path: Path, layout: st
 def test_faults_of_one_of_two_ranks_and_of_samples(tmp_path: Path) -> None:
     every = {"fault_detector.rerun_every": "2"}
     faults = [
-        (Case(tmp_path / "transient", Fault("gradient")), "transient"),
         (
             Case(tmp_path / "persistent", Fault("gradient", persistent=True, value=1e6)),
             "persistent",
@@ -325,16 +328,15 @@ def test_faults_of_one_of_two_ranks_and_of_samples(tmp_path: Path) -> None:
         # no statistic shows this value
         (Case(tmp_path / "silent", Fault("gradient", value=1e-3), every), "transient"),
     ]
-    clean, reruns, *reports = train(
+    clean, *reports = train(
         "dp2",
-        Case(tmp_path / "clean"),
-        Case(tmp_path / "reruns", settings=every | {"fault_detector.report_stats": "true"}),
+        Case(tmp_path / "clean", settings={"fault_detector.report_stats": "true"} | every),
         *(case for case, _ in faults),
     )
     for report, (case, expected) in zip(reports, faults, strict=True):
         check_case("dp2", clean, report, case, expected)
-    assert reruns == clean and suspects(tmp_path / "reruns") == []
-    file = tmp_path / "reruns" / RERUN_STATS_FILE
+    assert suspects(tmp_path / "clean") == []
+    file = tmp_path / "clean" / RERUN_STATS_FILE
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     compared = {(row["step"], row["rank"]) for row in rows}
     assert compared == set(product((2, 4, 6, 8), (0, 1)))
