@@ -425,6 +425,28 @@ def test_actions_after_a_spike(tmp_path: Path, action: str, message: str) -> Non
     assert rows[8]["skipped"] == int(action == "skip")
 
 
+def test_rollback_is_requested_with_the_bad_step(tmp_path: Path) -> None:
+    settings = {"fault_detector.spike": "rollback", "fault_detector.rollback_steps": "0"}
+    fault = Fault("loss", value=1e4)
+    assert _train_alone(tmp_path, fault, settings, "host") == Outcome("done", 8)
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 6: spike of loss 8" in log
+    assert "step 6: rollback, requested by callback FaultDetector" in log
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert max(row["loss"] for row in rows) < 10
+
+
+@pytest.mark.slow
+def test_error_after_shifted_reruns_names_the_rank_of_the_samples(tmp_path: Path) -> None:
+    settings = {"optim.nonfinite_grad": "raise", "fault_detector.model_fault": "warn"}
+    case = Case(tmp_path, Fault("sample", persistent=True), settings)
+    ((report, other),) = train("dp2", case)
+    assert isinstance(report[0], str) and report == other
+    assert " on rank 1. Reduce schedule.lr" in report[0]
+    assert " on rank 0" not in report[0]
+    assert suspects(tmp_path) == []
+
+
 def test_fault_is_classified_before_a_requested_stop(tmp_path: Path) -> None:
     """An incomplete classification is never saved as a state to resume."""
     fault = Fault("gradient", persistent=False, stops=True)

@@ -302,15 +302,15 @@ class FaultDetector(Callback):
         if action == "rollback":
             self.rollback_plan = RollbackPlan(self._step, self._step, reason)
             return StepRequest.ROLLBACK
-        if not stats.is_finite:
-            return StepRequest.NONE  # there is no update; optim.nonfinite_grad may end the run
         is_shifted = bool(stats.runs) and stats.runs[-1].shift != 0
-        if action == "update" and not is_shifted:
-            return StepRequest.NONE
-        if action == "update" and stats.num_reruns < MAX_RERUNS:
-            # the update is that of a run without detection: each rank with its own samples
+        raises = not stats.is_finite and self._run.config.optim.nonfinite_grad == "raise"
+        uses_run = raises or (action == "update" and stats.is_finite)
+        if uses_run and is_shifted and stats.num_reruns < MAX_RERUNS:
+            # the update or the error is that of a run in which each rank has its own samples
             self._decided = StepRequest.NONE
             return StepRequest.RERUN
+        if not stats.is_finite or (action == "update" and not is_shifted):
+            return StepRequest.NONE  # without finite gradients there is no update
         self._skip_reason = self._first_fault
         return StepRequest.SKIP
 
