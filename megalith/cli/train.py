@@ -23,6 +23,10 @@ STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
 SUSPECT = 76
 """Exit code: a machine is at fault; the same command continues the run on other machines."""
 
+SUSPECT_HOSTS = "MEGALITH_SUSPECTS"
+"""Variable with the file to which the hosts of suspect machines are written, separated by commas,
+for the batch system (launch/slurm.sh)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
@@ -148,7 +152,17 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
         first = job.first
     if first:
         print(_describe_outcome(outcome, str(path), run), flush=True)
+        if outcome.kind == "suspect" and (file := os.environ.get(SUSPECT_HOSTS)):
+            _write_suspect_hosts(path, Path(file))
     return {"done": 0, "stopped": STOPPED, "suspect": SUSPECT}[outcome.kind]
+
+
+def _write_suspect_hosts(folder: Path, file: Path) -> None:
+    """Write the hosts that a run in `folder` has excluded so far, as Slurm names its nodes."""
+    from megalith.train.callbacks.fault_detection import read_suspect_exits
+
+    hosts = {host.partition(".")[0] for each in read_suspect_exits(folder) for host in each.hosts}
+    file.write_text(",".join(sorted(hosts)) + "\n")
 
 
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:

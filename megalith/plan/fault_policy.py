@@ -183,10 +183,11 @@ class StepRun:
     `i - shift`."""
 
 
-Cause = Literal["none", "transient", "persistent", "model", "undecided"]
+Cause = Literal["none", "transient", "persistent", "state", "model", "undecided"]
 """none: no rank differs, and the checks pass; transient: a machine computed wrongly once;
-persistent: it does so repeatedly; model: the model or its data; undecided: there is no other rank
-that could compute the samples."""
+persistent: it does so repeatedly; state: the memory of a machine has optimizer state that no
+training gives; model: the model or its data; undecided: there is no other rank that could compute
+the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +333,26 @@ def _list_implausible_ranks(run: StepRun) -> tuple[int, ...]:
     return ranks or tuple(range(len(run.ranks)))
 
 
+MOMENT_FACTOR = 100.0
+"""Factor between the bound of Adam's moments and values that are taken to be corrupt (heuristic:
+larger than any change of beta1 and beta2 on resume, smaller than flips of the upper exponent
+bits)."""
+
+
+def bound_moment_ratio(beta1: float, beta2: float) -> float:
+    """Return the largest |exp_avg| / sqrt(exp_avg_sq) that Adam's averages of any gradients have.
+
+    By the Cauchy-Schwarz inequality, the sum of (1 - beta1) * beta1**i * g_i is at most that times
+    the root of the sum of (1 - beta2) * beta2**i * g_i**2; infinite if beta1**2 >= beta2.
+
+    >>> f"{bound_moment_ratio(0.9, 0.95):.3f} {bound_moment_ratio(0.9, 0.999):.3f}"
+    '1.165 7.271'
+    """
+    if beta1**2 >= beta2:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
 # --- actions
 
 FailedCheck = Literal["nonfinite", "spike"]
@@ -379,7 +400,7 @@ def choose_action(
     if diagnosis.cause in ("none", "transient"):
         return "update"
     earlier = [each for each in exits if each.step == step]
-    if diagnosis.cause == "persistent":
+    if diagnosis.cause in ("persistent", "state"):
         suspects = {hosts[rank] for rank in diagnosis.ranks}
         repeats = any(suspects & each.hosts for each in earlier)
         return "exit_again" if repeats or len(earlier) > 1 else "exit"

@@ -285,16 +285,18 @@ class TrainLoop:
         return replace(outcome, saved=False, reason=why)
 
     def _exit_for_other_machines(self, reason: str) -> Outcome:
-        """Save the state before the discarded step, unless replicas differ, and return that the run
-        must continue on other machines."""
+        """Save the state before the discarded step, if it is valid, and return that the run must
+        continue on other machines."""
         step = self.prepared.state.step
         self.prepared.trainer.data.wait_params()
         self._drain_save()
-        if self.fault_detector.has_equal_replicas():
+        is_valid = self.fault_detector.is_state_valid()
+        if is_valid:
             self._save(final=True)
         else:
-            reason += "; not saved, because the copies of the weights differ"
-        return Outcome("suspect", step, reason, saved=self.checkpointer.saved_step == step)
+            reason += "; its weights or optimizer state are wrong"
+        saved = is_valid and self.checkpointer.saved_step == step
+        return Outcome("suspect", step, reason, saved=saved)
 
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""

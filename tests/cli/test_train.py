@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -367,8 +368,9 @@ NAN_GRADIENT = {
 
 
 def test_suspect_machine_ends_training_with_76_and_then_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("MEGALITH_SUSPECTS", str(tmp_path / "hosts"))
     words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
     for name, value in NAN_GRADIENT.items():
         words += [f"--fault_injector.{name}", value]
@@ -379,6 +381,8 @@ def test_suspect_machine_ends_training_with_76_and_then_with_2(
     assert "; saved. Run the same command again on other machines: " in output
     assert f"{tmp_path}/run/suspects.jsonl lists the suspect hosts" in output
     assert (tmp_path / "run" / "checkpoints" / "step_0000002" / "manifest.json").exists()
+    host = socket.gethostname().partition(".")[0]
+    assert (tmp_path / "hosts").read_text() == f"{host}\n"
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "megalith train: step 3: loss " in error

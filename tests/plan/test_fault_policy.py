@@ -17,6 +17,7 @@ from megalith.plan.fault_policy import (
     StepHistory,
     StepRun,
     SuspectExit,
+    bound_moment_ratio,
     choose_action,
     choose_first_action,
     diagnose_runs,
@@ -214,6 +215,22 @@ def test_random_faults_are_never_attributed_to_another_rank() -> None:
         assert len(runs) <= 3, seed
 
 
+def test_moments_of_any_gradients_are_within_their_bound() -> None:
+    for seed in range(300):
+        choose = random.Random(seed)
+        beta1, beta2 = choose.choice([(0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.8, 0.7)])
+        bound, mean, square = bound_moment_ratio(beta1, beta2), 0.0, 0.0
+        for _ in range(choose.randrange(1, 200)):
+            # constant, alternating, bursts and growth, over many magnitudes
+            magnitude = 10 ** choose.uniform(-6, 6)
+            gradient = magnitude * choose.choice([1.0, -1.0, 0.0, choose.gauss(0, 1)])
+            mean = beta1 * mean + (1 - beta1) * gradient
+            square = beta2 * square + (1 - beta2) * gradient**2
+            assert abs(mean) <= bound * math.sqrt(square) * (1 + 1e-9), seed
+    assert bound_moment_ratio(0.99, 0.95) == math.inf
+    assert bound_moment_ratio(0.0, 0.75) == 2
+
+
 # --- actions
 
 
@@ -253,7 +270,7 @@ def test_model_fault_has_its_own_action(model_fault: str) -> None:
 
 def test_persistent_fault_exits_once_for_each_machine() -> None:
     fault = Diagnosis("persistent", (1,))
-    assert choose(fault) == "exit"
+    assert choose(fault) == choose(Diagnosis("state", (1,))) == "exit"
     assert choose(fault, [SuspectExit(6, frozenset("b"))]) == "exit"  # of another step
     assert choose(fault, [SuspectExit(7, frozenset("a"))]) == "exit"
     assert choose(fault, [SuspectExit(7, frozenset("b"))]) == "exit_again"

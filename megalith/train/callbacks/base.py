@@ -339,17 +339,7 @@ class CallbackList(StepHooks):
         overruled; return the requesting callbacks. Collective."""
         world = self._run.mesh.world
         gathered = gather_objects([(kinds.value, name) for kinds, name in self._sent], world)
-        names = {
-            kind: ", ".join(
-                dict.fromkeys(
-                    f"callback {name} (rank {rank})"
-                    for rank, sent in zip(world.ranks, gathered, strict=True)
-                    for kinds, name in (sent if isinstance(sent, list) else ())
-                    if kind in StepRequest(kinds)
-                )
-            )
-            for kind in requests
-        }
+        names = {kind: _describe_requesters(kind, gathered, world.ranks) for kind in requests}
         described = {kind: names[kind] or "an earlier request" for kind in names}
         winner = [*executed][-1]
         for kind, requesters in described.items():
@@ -569,6 +559,29 @@ def decides_update(callback: Callback) -> bool:
 
 def _combine(requests: Sequence[tuple[StepRequest, str]]) -> StepRequest:
     return functools.reduce(operator.or_, (kinds for kinds, _ in requests), StepRequest.NONE)
+
+
+MAX_LISTED_RANKS = 8
+"""Ranks up to which the log lists those that request the same."""
+
+
+def _describe_requesters(
+    kind: StepRequest, gathered: Sequence[object], ranks: Sequence[int]
+) -> str:
+    """Return the callbacks that request `kind`, with their ranks. `gathered`: the requests and
+    names of each rank."""
+    ranks_by_name: dict[str, list[int]] = {}
+    for rank, sent in zip(ranks, gathered, strict=True):
+        for kinds, name in sent if isinstance(sent, list) else ():
+            if kind in StepRequest(kinds) and rank not in ranks_by_name.setdefault(name, []):
+                ranks_by_name[name].append(rank)
+    texts = []
+    for name, requesting in ranks_by_name.items():
+        if len(requesting) > MAX_LISTED_RANKS:
+            texts.append(f"callback {name} ({len(requesting)} of {len(ranks)} ranks)")
+        else:
+            texts += [f"callback {name} (rank {rank})" for rank in requesting]
+    return ", ".join(texts)
 
 
 def _show(kind: StepRequest) -> str:

@@ -21,12 +21,14 @@ from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.fault_policy import (
+    MOMENT_FACTOR,
     Action,
     Diagnosis,
     FailedCheck,
     Spike,
     StepHistory,
     SuspectExit,
+    bound_moment_ratio,
     choose_action,
     choose_first_action,
     diagnose_runs,
@@ -40,6 +42,7 @@ from megalith.train.step import (
     StepRequest,
     StepResult,
     StepStats,
+    Trainer,
     describe_nonfinite_gradients,
 )
 
@@ -163,6 +166,8 @@ class FaultDetector(Callback):
         self._decided: StepRequest | None = None
         """The action after a last rerun, whose result is used."""
         self._skip_reason: str | None = None
+        self._corrupt: dict[int, Any] = {}  # Any: gathered lists of names
+        """Parameters with corrupt optimizer state, by rank."""
         self._gradients: list[torch.Tensor] = []
         """Copies of the gradients of the step's run before the rerun (report_stats)."""
 
@@ -254,6 +259,8 @@ class FaultDetector(Callback):
         if diagnosis.cause is None:
             return StepRequest.RERUN_SHIFTED if diagnosis.shift else StepRequest.RERUN
         self._is_diagnosing = False
+        if diagnosis.cause in ("model", "undecided"):
+            diagnosis = self._check_state() or diagnosis
         action = choose_action(
             diagnosis,
             self._config,
@@ -356,15 +363,15 @@ class FaultDetector(Callback):
         if action == "rollback":
             self.rollback_plan = RollbackPlan(self._step, self._step, reason)
             return StepRequest.ROLLBACK
-        if not stats.is_finite:
-            return StepRequest.NONE  # there is no update; optim.nonfinite_grad may end the run
         is_shifted = bool(stats.runs) and stats.runs[-1].shift != 0
-        if action == "update" and not is_shifted:
-            return StepRequest.NONE
-        if action == "update" and stats.num_reruns < MAX_RERUNS:
-            # the update is that of a run without detection: each rank with its own samples
+        raises = not stats.is_finite and self._run.config.optim.nonfinite_grad == "raise"
+        uses_run = raises or (action == "update" and stats.is_finite)
+        if uses_run and is_shifted and stats.num_reruns < MAX_RERUNS:
+            # the update or the error is that of a run in which each rank has its own samples
             self._decided = StepRequest.NONE
             return StepRequest.RERUN
+        if not stats.is_finite or (action == "update" and not is_shifted):
+            return StepRequest.NONE  # without finite gradients there is no update
         self._skip_reason = self._first_fault
         return StepRequest.SKIP
 
@@ -381,6 +388,7 @@ class FaultDetector(Callback):
             "transient": f"a rerun gives other gradients, so {ranks} computed wrongly once",
             "persistent": f"the fault stays on {ranks} when it repeats the step or computes the "
             "samples of another rank, so its machine is at fault",
+            "state": f"the memory of {ranks} has optimizer state that no training gives",
             "model": "a rerun has the same bits, and the fault moves with the samples to other "
             "ranks, so the model or its data is at fault",
             "undecided": f"a rerun has the same bits, and no other rank can compute the samples of "
@@ -394,11 +402,13 @@ class FaultDetector(Callback):
         host, device = self._machines[rank]
         names = sorted({name for run in stats.runs for name in run.ranks[rank].nonfinite})
         where = f", not finite in {', '.join(names[:3])}" if names else ""
+        if corrupt := self._corrupt.get(rank):
+            where = f", in {', '.join(corrupt[:3])}"
         return f"rank {self._run.mesh.world.ranks[rank]} ({host}, {device}{where})"
 
     def _record(self, diagnosis: Diagnosis, action: Action) -> None:
         """Append the machines at fault to `suspects.jsonl`; rank 0 writes."""
-        if diagnosis.cause not in ("transient", "persistent", "undecided"):
+        if diagnosis.cause not in ("transient", "persistent", "state", "undecided"):
             return
         if diagnosis.cause == "undecided" and action not in ("exit", "exit_again"):
             return  # the model is taken to be at fault
@@ -442,9 +452,19 @@ class FaultDetector(Callback):
                     self._run.folder.path / RERUN_STATS_FILE, json.dumps(line).encode()
                 )
 
-    def has_equal_replicas(self) -> bool:
-        """Return whether all copies of the weights are equal, so that the state before the step can
-        be saved although a machine is at fault. Collective."""
+    def _check_state(self) -> Diagnosis | None:
+        """Return the ranks whose optimizer state no training gives, as a diagnosis; None if there
+        are none. Collective."""
+        names = find_corrupt_moments(self._run.prepared.trainer)
+        gathered = gather_objects(names, self._run.mesh.world)
+        self._corrupt = {rank: each for rank, each in enumerate(gathered) if each}
+        return Diagnosis("state", tuple(self._corrupt)) if self._corrupt else None
+
+    def is_state_valid(self) -> bool:
+        """Return whether the state before the step can be saved although a machine is at fault: all
+        copies of the weights are equal, and the optimizer state is plausible. Collective."""
+        if self._check_state() is not None:
+            return False
         equal = all(
             len(set(gather_objects(checksum, group))) == 1
             for checksum, group in self._run.prepared.trainer.data.checksums()
@@ -557,6 +577,23 @@ def is_nonfinite(stats: StepStats, loss_scale: LossScale | None) -> bool:
     is_scaled = loss_scale is not None and loss_scale.dynamic
     at_minimum = loss_scale is not None and loss_scale.scale <= loss_scale.config.min
     return not stats.is_finite and (not is_scaled or at_minimum)
+
+
+def find_corrupt_moments(trainer: Trainer) -> list[str]:
+    """Return the parameters of this rank whose Adam moments contradict each other, as after a bit
+    flip in memory; [] for other optimizers."""
+    optim = trainer.run.optim
+    bound = MOMENT_FACTOR * bound_moment_ratio(optim.beta1, optim.beta2)
+    if optim.kind != "adamw" or optim.plugin is not None or math.isinf(bound):
+        return []
+    corrupt = []
+    for slot in trainer.optimizer.slots:
+        mean, square = slot.state["exp_avg"].double(), slot.state["exp_avg_sq"].double()
+        # squares of small gradients underflow in fp32
+        plausible = (square >= 0) & (mean.abs() <= bound * square.clamp(min=0).sqrt() + 1e-15)
+        if not bool(plausible.all()):
+            corrupt.append(slot.shard.name)
+    return corrupt
 
 
 def _collect_statistics(stats: StepStats) -> dict[str, float]:
