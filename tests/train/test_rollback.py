@@ -55,7 +55,7 @@ RAMP = {
     "train.global_batch_size": "18",
     "train.micro_batch_size": "1",
 }
-DROPOUT = {"model.dropout.hidden": "0.1"}
+DROPOUT = {"model.dropout.residual": "0.1"}
 FP16 = {"precision.params": "fp16", "precision.loss_scale.window": "3"}
 PACKED = {"train.tokens_per_microbatch": "24", "data.overlong": "truncate"}
 
