@@ -445,11 +445,13 @@ def sum_bits(tensor: Tensor) -> Tensor:
     per_word = 8 // values.element_size()
     start = min(-values.storage_offset() % per_word, values.numel())  # words are aligned
     stop = start + (values.numel() - start) // per_word * per_word
-    total = values[start:stop].view(torch.int64).sum()
-    for rest in (values[:start], values[stop:]):
-        if rest.numel():
-            total = total + rest.sum(dtype=torch.int64)
-    return total
+    parts = [values[:start], values[stop:]]
+    if stop > start:
+        parts.append(values[start:stop].view(torch.int64))
+    return torch.stack(
+        [part.sum(dtype=torch.int64) for part in parts if part.numel()]
+        or [values.new_zeros((), dtype=torch.int64)]
+    ).sum()
 
 
 def byte_checksums(tensors: Sequence[Tensor]) -> list[int]:

@@ -346,7 +346,7 @@ def bound_moment_ratio(beta1: float, beta2: float) -> float:
     the root of the sum of (1 - beta2) * beta2**i * g_i**2; infinite if beta1**2 >= beta2.
 
     >>> f"{bound_moment_ratio(0.9, 0.95):.3f} {bound_moment_ratio(0.9, 0.999):.3f}"
-    '1.165 7.271'
+    '1.165 7.270'
     """
     if beta1**2 >= beta2:
         return math.inf
