@@ -167,8 +167,7 @@ class ParallelConfig:
 
     check_collectives: bool = False
     """Compare the arguments of every collective across ranks before it runs, so that a mismatch
-    raises an error instead of hanging; slow. Collectives of torch's FSDP2 (zero=3) are not
-    compared."""
+    raises an error instead of hanging; slow."""
 
     timeout_seconds: Annotated[float, Gt(0), Le(1e9)] = 600.0
     """Timeout of a collective in seconds, after which the run ends with an error that names the

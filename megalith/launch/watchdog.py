@@ -478,6 +478,7 @@ def fingerprint(entry: CollectiveRecord) -> Fingerprint:
         "dtype": entry.dtype,
         "site": site,
         "rows": rows,
+        "subject": entry.subject,
         "text": entry.describe(),
     }
 
@@ -489,7 +490,7 @@ def fingerprints_match(fingerprints: Mapping[int, Fingerprint], ranks: Sequence[
     expects.
     """
     first = fingerprints[ranks[0]]
-    equal_fields = ("op", "axes", "shape", "dtype", "site")
+    equal_fields = ("op", "axes", "shape", "dtype", "site", "subject")
     if any(
         fields[name] != first[name] for fields in fingerprints.values() for name in equal_fields
     ):

@@ -71,6 +71,10 @@ class CollectiveRecord:
     """Rows sent to and received from each rank in an all-to-all; `shape` is then that of one
     row."""
 
+    subject: str = ""
+    """What the data is, such as the weights of an FSDP unit; empty: the line of the call says
+    it."""
+
     started: float = field(default_factory=time.monotonic)
     done: bool = False
     work: "ReferenceType[Any] | None" = None
@@ -99,7 +103,8 @@ class CollectiveRecord:
             if self.rows
             else ""
         )
-        return f"{self}{what}{rows}, at {short_path(self.site[0])}:{self.site[1]}"
+        subject = f", {self.subject}" if self.subject else ""
+        return f"{self}{what}{subject}{rows}, at {short_path(self.site[0])}:{self.site[1]}"
 
 
 class FlightRecorder:
@@ -123,6 +128,7 @@ class FlightRecorder:
         dtype: str = "",
         peer: int | None = None,
         rows: tuple[Sequence[int], Sequence[int]] | None = None,
+        subject: str = "",
     ) -> CollectiveRecord:
         """Record that this rank starts an operation; the caller marks it done or sets its
         handle."""
@@ -130,7 +136,7 @@ class FlightRecorder:
         self.counts[lane] = number + 1
         size = None if shape is None else tuple(shape)
         entry = CollectiveRecord(
-            op, axes, ranks, lane, number, size, dtype, call_site(), peer, rows
+            op, axes, ranks, lane, number, size, dtype, call_site(), peer, rows, subject
         )
         self.entries.append(entry)
         if self.compare is not None:

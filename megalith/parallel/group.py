@@ -66,12 +66,14 @@ def record_collective(
     x: Tensor | None = None,
     *,
     rows: tuple[Sequence[int], Sequence[int]] | None = None,
+    subject: str = "",
 ) -> CollectiveRecord | None:
     """Record that this rank is about to start a collective; `mark_finished` records its end.
 
     With parallel.check_collectives it first checks that the other ranks are about to start the same
     one. `rows`: how many rows this rank sends to each rank and receives from each, if the ranks'
-    tensors differ in their first dimension.
+    tensors differ in their first dimension. `subject`: what `x` is, where the line of the call does
+    not say it.
 
     Raises:
         CollectiveError: the ranks are about to start different collectives.
@@ -81,7 +83,14 @@ def record_collective(
     shape = None if x is None else x.shape if rows is None else x.shape[1:]
     dtype = "" if x is None else str(x.dtype)
     return group.flight.enter(
-        op, group.axes, group.ranks, group.name, shape=shape, dtype=dtype, rows=rows
+        op,
+        group.axes,
+        group.ranks,
+        group.name,
+        shape=shape,
+        dtype=dtype,
+        rows=rows,
+        subject=subject,
     )
 
 

@@ -75,12 +75,6 @@ def join_job(
     assert store is not None
     flight = FlightRecorder()
     if run.parallel.check_collectives:
-        if worker.rank == 0 and run.parallel.zero == 3:
-            _log.warning(
-                "parallel.check_collectives=true with parallel.zero=3: the collectives that "
-                "torch's FSDP2 launches to gather weights and sum gradients are not compared, nor "
-                "listed when a rank hangs. Set parallel.zero=1 to compare all of them."
-            )
         flight.compare = Fingerprints(
             clone_store(store), worker.rank, partial(name_rank, grid)
         ).compare
