@@ -28,6 +28,15 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from megalith.errors import RankError, UserError
+from megalith.launch.heartbeat import (
+    HeartbeatMonitor,
+    describe_silent,
+    find_silent,
+    process_state,
+    read_stacks,
+    stacks_path,
+    summarize_silent,
+)
 from megalith.observe.limits import available_cores
 
 # --- failure records of worker processes, and the report of several ranks' failures as one text
@@ -335,7 +344,7 @@ def _write_torchrun_error(failure: Failure, file: Path, error: BaseException) ->
     if failure.is_consequence:
         # the rank that caused it should be first, and torchrun may end this rank before that
         time.sleep(NOTICE_SECONDS)
-    file.write_text(_torchrun_record(failure))
+    write_torchrun_record(failure, file)
     if isinstance(error, UserError) and not _reports_first(failure.text, file.parent.parent):
         # torchrun ends the others when the first one ends, even while one prints
         time.sleep(NOTICE_SECONDS)
@@ -363,7 +372,7 @@ def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str
     if (launcher := environment.get(LAUNCHER)) is not None:
         _write_failure_record(failure, Path(launcher.partition(":")[2]))
     elif (file := environment.get(ERROR_FILE)) is not None:
-        Path(file).write_text(_torchrun_record(failure))
+        write_torchrun_record(failure, Path(file))
     if launcher is None and failure.is_report:
         sys.stderr.write(f"megalith: {failure.text}\n")
     time.sleep(after_seconds)
@@ -382,6 +391,11 @@ def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def write_torchrun_record(failure: Failure, file: Path) -> None:
+    """Write a failure to the error file of torchrun."""
+    file.write_text(_torchrun_record(failure))
 
 
 def _torchrun_record(failure: Failure) -> str:
@@ -409,6 +423,11 @@ class _LocalRanks:
     """When the first rank was found to have failed; after that the others are ended."""
     sent_sigterm: bool = False
     """Whether SIGTERM has been sent."""
+    heartbeats: HeartbeatMonitor = field(init=False)
+    """Heartbeats of the ranks."""
+
+    def __post_init__(self) -> None:
+        self.heartbeats = HeartbeatMonitor(range(self.nproc))
 
     def start(self) -> None:
         """Start every rank."""
@@ -426,7 +445,7 @@ class _LocalRanks:
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,
-                pass_fds=listener,
+                pass_fds=(*listener, self.heartbeats.fd),
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
         self.processes.append(process)
@@ -448,6 +467,7 @@ class _LocalRanks:
             **defaults,
             **self.environment,
             **rank_variables,
+            **self.heartbeats.variable(rank),
             LAUNCHER: f"{os.getpid()}:{self.folder}",
         }
 
@@ -465,8 +485,24 @@ class _LocalRanks:
             self.processes[rank].returncode not in (0, STOPPED) for rank in new
         ):
             self.failed_ns = now
+        if self.failed_ns is None:
+            self._end_silent_rank()
         self._end_the_rest(now)
         return len(self.ended_ns) < self.nproc
+
+    def _end_silent_rank(self) -> None:
+        """Kill a rank that makes no progress, after its failure was recorded for it."""
+        states = self.heartbeats.check()
+        silent = find_silent([each for each in states if each.rank not in self.ended_ns])
+        if silent is None or self._record(silent.rank).exists():
+            return
+        process = self.processes[silent.rank]
+        state = process_state(process.pid)
+        stacks = read_stacks(process.pid, stacks_path(self.folder, silent.rank))
+        text = describe_silent(silent, states, state=state, stacks=stacks)
+        failure = Failure(silent.rank, summarize_silent(silent), text, time.monotonic_ns())
+        _write_failure_record(failure, self.folder)
+        process.send_signal(signal.SIGKILL)
 
     def _end_the_rest(self, now: int) -> None:
         if self.failed_ns is None:
@@ -488,6 +524,7 @@ class _LocalRanks:
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        self.heartbeats.close()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward the first signal; kill all ranks on a second one. SIGUSR1 does not count."""

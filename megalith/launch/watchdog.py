@@ -144,6 +144,15 @@ class HangWatch:
             last.done, last.work, self.on_device = False, None, last
         return busy
 
+    def is_waiting(self) -> bool:
+        """Return whether this rank waits in an operation, which `is_late` watches: for other ranks,
+        or for its device."""
+        if self.flight.unfinished() or inside_torch():
+            return True
+        if self.device.type == "cpu":
+            return False
+        return not torch.accelerator.current_stream(self.device).query()
+
     def _find_alarm(self, *, late: bool) -> int | None:
         """Return the rank that raised the alarm, if any; `late`: this rank tries to."""
         if late:

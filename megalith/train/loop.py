@@ -15,6 +15,7 @@ from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
+from megalith.launch.heartbeat import Heartbeat
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
@@ -38,6 +39,7 @@ from megalith.train.callbacks.health import (
     FaultDetector,
     ReplicaCheck,
 )
+from megalith.train.callbacks.heartbeat import HeartbeatWriter, start_heartbeat
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -73,13 +75,14 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job.
+    batch system ends the job. `heartbeat`: of this rank, if another process checks it.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -93,6 +96,8 @@ def run_training(
     callbacks = [*load_installed_callbacks(run.train.callbacks), *callbacks]
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
+    heartbeat = heartbeat or Heartbeat()
+    start_heartbeat(heartbeat, run, folder, mesh)
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     with (
         remove_new_folder_on_error(folder) if first else nullcontext(),
@@ -108,7 +113,7 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
         _open_checkpoints(folder.checkpoints, mesh)
         try:
-            prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
+            prepared = PreparedRun(run, folder, mesh, device, progress.print_line, heartbeat)
         except Exception as error:
             if is_out_of_memory(error):
                 at = "while its weights and optimizer state were allocated or loaded"
@@ -176,6 +181,7 @@ class TrainLoop:
         self.callbacks = CallbackList(
             [
                 self.run_requests,  # its on_end runs last, when profiles are written
+                HeartbeatWriter(),
                 ReplicaCheck(),
                 RunFiles(),
                 Throughput(),
@@ -199,7 +205,10 @@ class TrainLoop:
         self._skipped_steps = frozenset(run.train.skip_steps)
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
-        self.view = RunView(prepared, progress.print_line, self.callbacks.request)
+        self.heartbeat = prepared.heartbeat
+        self.view = RunView(
+            prepared, progress.print_line, self.callbacks.request, self.heartbeat.beat
+        )
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
@@ -314,7 +323,8 @@ class TrainLoop:
         """
         self._phase = "while the newest checkpoint was restored"
         self._drain_save()
-        self.prepared.roll_back()
+        with self.heartbeat.within("load"):
+            self.prepared.roll_back()
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()
@@ -337,7 +347,7 @@ class TrainLoop:
             return
         self._phase = f"during evaluation after step {step}"
         self.callbacks.notify("before_evaluate", step)
-        with self.timers.section("evaluate"):
+        with self.heartbeat.within("evaluate"), self.timers.section("evaluate"):
             results = self.evaluator.evaluate(names)
         metrics: StepMetrics = {"step": step, **self.callbacks.section_times("evaluate")}
         for name, result in results.items():
@@ -351,10 +361,10 @@ class TrainLoop:
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
         self._phase = f"while step {self.prepared.state.step} was saved"
-        with self.timers.section("save"):
+        with self.heartbeat.within("save"), self.timers.section("save"):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
-        with self.timers.section("save"):
+        with self.heartbeat.within("save"), self.timers.section("save"):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
@@ -363,13 +373,13 @@ class TrainLoop:
         if not self.local_checkpointer.is_due():
             return
         self._phase = f"while step {self.prepared.state.step} was saved locally"
-        with self.timers.section("save"):
+        with self.heartbeat.within("save"), self.timers.section("save"):
             self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""
         self._phase = "while the save in flight was completed"
-        with self.timers.section("save"):
+        with self.heartbeat.within("save"), self.timers.section("save"):
             result = self.checkpointer.drain()
         self._notify_save(result)
 

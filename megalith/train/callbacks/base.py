@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megalith.checkpoint.save import SaveReport
+from megalith.checkpoint.save import SaveReport, ignore_progress
 from megalith.config.fields import Plain, field_types, range_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun
 from megalith.config.tree import build_section, to_dict
@@ -93,6 +93,10 @@ class RunView:
     request: Callable[[StepRequest], None]
     """Requests an action on all ranks. A request made before backward has finished takes effect
     in the current step, a later one in the next step."""
+
+    report_progress: Callable[[], None] = ignore_progress
+    """Records that this rank makes progress. A callback whose method runs for longer than a minute
+    calls it from time to time; otherwise the rank may be killed as one that hangs."""
 
     @property
     def config(self) -> TrainRun:
