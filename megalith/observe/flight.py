@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 from weakref import ReferenceType
 
+from megalith.observe.busy import BusyMeter, Instant
 from megalith.plan.shards import EXPERT_PARTS, PARTS
 
 RECORDED = 1024
@@ -77,6 +78,10 @@ class CollectiveRecord:
 
     started: float = field(default_factory=time.monotonic)
     done: bool = False
+    meter: BusyMeter | None = None
+    """Measures how long this rank waits for the operation; None: nothing does."""
+    wait_started: Instant | None = None
+    """When this rank began to wait for it; None: it does not wait."""
     work: "ReferenceType[Any] | None" = None
     """Handle that the caller waits for."""
 
@@ -87,6 +92,17 @@ class CollectiveRecord:
             return self.done
         work = self.work()
         return work is None or bool(work.is_completed())
+
+    def begin_wait(self) -> None:
+        """Record that this rank waits from now on."""
+        if self.meter is not None:
+            self.wait_started = self.meter.now()
+
+    def end_wait(self) -> None:
+        """Record that this rank does not wait any more."""
+        if self.meter is not None and self.wait_started is not None:
+            self.meter.add_wait(self.wait_started)
+            self.wait_started = None
 
     def __str__(self) -> str:
         return f"{self.op} {self.number} over {axes_name(self.axes)}"
@@ -116,6 +132,8 @@ class FlightRecorder:
         self.counts: dict[str, int] = {}
         self.compare: Callable[[CollectiveRecord], None] | None = None
         """Compares each operation with the other ranks' (parallel.check_collectives)."""
+        self.meter: BusyMeter | None = None
+        """Measures the waits of this rank; None: nothing does."""
 
     def enter(
         self,
@@ -141,6 +159,8 @@ class FlightRecorder:
         self.entries.append(entry)
         if self.compare is not None:
             self.compare(entry)
+        entry.meter = self.meter
+        entry.begin_wait()
         return entry
 
     def unfinished(self) -> list[CollectiveRecord]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -117,6 +117,7 @@ def mark_finished(entry: CollectiveRecord | None) -> None:
     """Record that an operation of `record_collective` is complete."""
     if entry is not None:
         entry.done = True
+        entry.end_wait()
 
 
 def mark_waiting(entry: CollectiveRecord | None) -> None:
@@ -127,14 +128,39 @@ def mark_waiting(entry: CollectiveRecord | None) -> None:
     """
     if entry is not None:
         entry.started, entry.done = time.monotonic(), False
+        entry.begin_wait()
 
 
 def track_work(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
-    """Record that an operation of `record_collective` is complete when `work` is; return `work`."""
+    """Record that an operation of `record_collective` is complete when `work` is; return a handle
+    whose `wait` is measured, or `work` if nothing measures waits."""
     assert work is not None, "this process is not in the group"
-    if entry is not None:
-        entry.work = ref(work)
+    if entry is None:
+        return work
+    if entry.meter is not None:
+        entry.wait_started = None
+        work = _MeasuredWork(work, entry)
+    entry.work = ref(work)
     return work
+
+
+class _MeasuredWork(dist.Work):
+    """Handle of an operation in flight that records how long this rank waits for it."""
+
+    def __init__(self, work: dist.Work, entry: CollectiveRecord) -> None:
+        super().__init__()
+        self._work, self._entry = work, entry
+
+    def wait(self, *arguments: Any) -> bool:  # Any: a timeout
+        """Wait for the operation."""
+        self._entry.begin_wait()
+        is_complete: bool = self._work.wait(*arguments)
+        self._entry.end_wait()
+        return is_complete
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return bool(self._work.is_completed())
 
 
 def all_reduce_(x: Tensor, group: Group) -> Tensor:

@@ -38,6 +38,7 @@ from megalith.parallel.group import (
     Group,
     gather_objects,
     mark_finished,
+    mark_waiting,
     record_collective,
     start_all_gather,
 )
@@ -57,6 +58,7 @@ class PendingCollective(NamedTuple):
 
     def wait(self) -> Tensor:
         """Wait for the tensor and return it."""
+        mark_waiting(self.entry)
         y: Tensor = _ops.wait_tensor(self.x)
         mark_finished(self.entry)
         return y

@@ -60,6 +60,7 @@ from megalith.train.callbacks.metrics import (
 from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
 from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
+from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
@@ -190,6 +191,7 @@ class TrainLoop:
                 ExpertLoadMetrics(),
                 BatchMetrics(),
                 self.fault_detector,
+                *([] if run.observe.straggler_check_every is None else [StragglerDetector()]),
                 self.stop_requests,
                 self.evaluator,
                 self.checkpointer,
