@@ -97,7 +97,7 @@ def merge_times(
     return merged
 
 
-class Heartbeat:
+class RankHeartbeat:
     """Heartbeat of this rank: its current section and a counter, with the time."""
 
     def __init__(self, memory: "memoryview | None" = None) -> None:
@@ -179,7 +179,7 @@ class Heartbeat:
 
 
 @contextmanager
-def noting_waits(heartbeat: Heartbeat, is_waiting: Callable[[], bool]) -> Iterator[None]:
+def noting_waits(heartbeat: RankHeartbeat, is_waiting: Callable[[], bool]) -> Iterator[None]:
     """Record on a separate thread inside the context when this rank waits in a collective."""
     over = threading.Event()
 
@@ -201,7 +201,7 @@ def noting_waits(heartbeat: Heartbeat, is_waiting: Callable[[], bool]) -> Iterat
         thread.join(timeout=MAX_GAP_SECONDS)
 
 
-def _choose_pause(heartbeat: Heartbeat) -> float:
+def _choose_pause(heartbeat: RankHeartbeat) -> float:
     """Return the time between two checks for waits: several in the shortest timeout."""
     timeout = min(heartbeat.timeout_seconds(section) for section in SECTIONS)
     return min(1.0, timeout / 8) if timeout else 1.0

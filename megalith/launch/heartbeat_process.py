@@ -18,9 +18,9 @@ from megalith.launch.heartbeat import (
     HEARTBEAT_NBYTES,
     HEARTBEATS,
     MAX_GAP_SECONDS,
-    Heartbeat,
     HeartbeatMonitor,
     HeartbeatState,
+    RankHeartbeat,
     create_shared_file,
     describe_silent,
     find_silent,
@@ -45,7 +45,7 @@ POLL_SECONDS = 0.5
 
 
 @contextmanager
-def open_heartbeat(environment: Mapping[str, str]) -> Iterator[Heartbeat]:
+def open_heartbeat(environment: Mapping[str, str]) -> Iterator[RankHeartbeat]:
     """Open this rank's heartbeat, which the launcher that `environment` describes checks, or under
     torchrun or a batch system a new monitor process. A process without other ranks is not
     monitored."""
@@ -57,18 +57,18 @@ def open_heartbeat(environment: Mapping[str, str]) -> Iterator[Heartbeat]:
             stacks_path(folder, int(environment["RANK"])).open("w") as stacks,
             writing_stacks(stacks.fileno()),
         ):
-            yield Heartbeat(map_heartbeat(fd, number))
+            yield RankHeartbeat(map_heartbeat(fd, number))
     elif launcher is None and in_worker(environment):
         with ExitStack() as resources:
             stacks_fd = resources.enter_context(tempfile.TemporaryFile()).fileno()
             resources.enter_context(writing_stacks(stacks_fd))
             fd = create_shared_file(HEARTBEAT_NBYTES)
             resources.callback(os.close, fd)
-            heartbeat = Heartbeat(map_heartbeat(fd))
+            heartbeat = RankHeartbeat(map_heartbeat(fd))
             resources.enter_context(_monitor_process(fd, stacks_fd, int(environment["RANK"])))
             yield heartbeat
     else:
-        yield Heartbeat()
+        yield RankHeartbeat()
 
 
 @contextmanager

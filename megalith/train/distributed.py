@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.launch.heartbeat import Heartbeat, noting_waits
+from megalith.launch.heartbeat import RankHeartbeat, noting_waits
 from megalith.launch.launcher import end_rank
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
 from megalith.launch.worker import (
@@ -52,7 +52,7 @@ def join_job(
     run: TrainRun,
     environment: Mapping[str, str],
     folder: Path | None = None,
-    heartbeat: Heartbeat | None = None,
+    heartbeat: RankHeartbeat | None = None,
 ) -> Iterator[Job]:
     """Join the process group that a launcher described in `environment`, or run on one rank.
 
@@ -95,7 +95,7 @@ def join_job(
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
-    with watching(watch), noting_waits(heartbeat or Heartbeat(), watch.is_waiting):
+    with watching(watch), noting_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
         world_group = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
         try:
             check_consistent_settings(flatten(run), world_group)

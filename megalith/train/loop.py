@@ -15,7 +15,7 @@ from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
-from megalith.launch.heartbeat import Heartbeat
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
@@ -76,7 +76,7 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
-    heartbeat: Heartbeat | None = None,
+    heartbeat: RankHeartbeat | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
@@ -97,7 +97,7 @@ def run_training(
     callbacks = [*load_installed_callbacks(run.train.callbacks), *callbacks]
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
-    heartbeat = heartbeat or Heartbeat()
+    heartbeat = heartbeat or RankHeartbeat()
     start_heartbeat(heartbeat, run, folder, mesh)
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     with (

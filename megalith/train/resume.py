@@ -51,7 +51,7 @@ from megalith.hf.pretrained import (
     with_master_weights,
     with_optimizer,
 )
-from megalith.launch.heartbeat import Heartbeat
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.machine import peak_memory_gib
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
@@ -338,7 +338,7 @@ class PreparedRun:
         mesh: Mesh,
         device: torch.device,
         print_line: Callable[[str], None],
-        heartbeat: Heartbeat | None = None,
+        heartbeat: RankHeartbeat | None = None,
     ) -> None:
         """Build the trainer and load the folder's newest checkpoint, or what `checkpoint.load`
         names. Collective over the mesh.
@@ -346,7 +346,7 @@ class PreparedRun:
         `print_line`: receives each line about what was loaded, on every rank. `heartbeat`: records
         progress.
         """
-        self.heartbeat = heartbeat or Heartbeat()
+        self.heartbeat = heartbeat or RankHeartbeat()
         self.run, self.folder, self.mesh, self.print_line = run, folder, mesh, print_line
         self.memory_before_gib = peak_memory_gib(device)
         """Memory of the process before it holds the data, the weights and the optimizer state."""

@@ -433,14 +433,14 @@ class ChoiceSuite:
         log_probs = torch.zeros(len(self._encoded), dtype=torch.float64, device=device)
         counts_labels = pipeline_model.has_loss and mesh.tp.rank == 0
         microbatches = self._iter_microbatches(pipeline_model, masks)
-        size, num_read = 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size, 0
+        size, num_microbatches = 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size, 0
         while group := list(islice(microbatches, size)):
             losses = pipeline_model.document_losses([batch for _, batch in group])
             if counts_labels:
                 for (choices, _), document_losses in zip(group, losses, strict=True):
                     log_probs[choices] = -document_losses[: len(choices)]
-            num_read += len(group)
-            report_progress(num_read)
+            num_microbatches += len(group)
+            report_progress(num_microbatches)
         return all_reduce_(log_probs, mesh.world).tolist()
 
     def _iter_microbatches(

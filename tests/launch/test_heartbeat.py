@@ -22,9 +22,9 @@ from megalith.launch.heartbeat import (
     HEARTBEAT_NBYTES,
     MIN_PASSES,
     RECORD_NBYTES,
-    Heartbeat,
     HeartbeatMonitor,
     HeartbeatState,
+    RankHeartbeat,
     Section,
     SectionTimes,
     create_shared_file,
@@ -148,10 +148,10 @@ def test_monitor_process_ends_a_rank_that_torchrun_started(
     assert text.startswith("megalith: rank 1 has made no progress")
 
 
-def shared() -> tuple[Heartbeat, HeartbeatMonitor]:
+def shared() -> tuple[RankHeartbeat, HeartbeatMonitor]:
     """A heartbeat, and its monitor in the same process."""
     fd = create_shared_file(HEARTBEAT_NBYTES)
-    return Heartbeat(map_heartbeat(fd)), HeartbeatMonitor([3], fd)
+    return RankHeartbeat(map_heartbeat(fd)), HeartbeatMonitor([3], fd)
 
 
 class Clock:

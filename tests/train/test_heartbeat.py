@@ -12,7 +12,7 @@ import torch
 
 from megalith.launch.heartbeat import (
     HEARTBEAT_NBYTES,
-    Heartbeat,
+    RankHeartbeat,
     Section,
     create_shared_file,
     map_heartbeat,
@@ -129,7 +129,7 @@ def test_slow_rank_is_not_killed(tmp_path: Path) -> None:
 def test_sections_of_a_run_follow_each_other(tmp_path: Path) -> None:
     sections: list[Section | None] = []
 
-    class Recorder(Heartbeat):
+    class Recorder(RankHeartbeat):
         def beat(self, section: Section | None = None) -> None:
             super().beat(section)
             if sections[-1:] != [self.section]:

@@ -326,7 +326,7 @@ class Evaluator(Callback):
                 prepared.trainer.pipeline_model,
                 prepared.masks(),
                 prepared.tokenizer,
-                lambda _num_read: self._run.report_progress(),
+                lambda _num_samples: self._run.report_progress(),
             )
             for name in names
         }

@@ -7,7 +7,7 @@ from contextlib import suppress
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.launch.heartbeat import Heartbeat, merge_times, read_times, write_times
+from megalith.launch.heartbeat import RankHeartbeat, merge_times, read_times, write_times
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
@@ -15,7 +15,7 @@ from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunVi
 from megalith.train.run_folder import RunFolder
 
 
-def start_heartbeat(heartbeat: Heartbeat, run: TrainRun, folder: RunFolder, mesh: Mesh) -> None:
+def start_heartbeat(heartbeat: RankHeartbeat, run: TrainRun, folder: RunFolder, mesh: Mesh) -> None:
     """Set the timeouts of all sections, those of earlier starts included, and begin the section
     `start`, which ends with the first step."""
     heartbeat.set_timeouts(
