@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,8 +35,9 @@ class BusyMeter:
             device.type == "cuda"  # lint: allow cuda-literal: events are CUDA's
         )
         self._open: list[str] = []  # sections that this rank is in, outer first
-        self._spans: list[_Span] = []  # of the current step
-        self._steps: list[list[_Span]] = []
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of the current step
+        self._spans: list[_Span] = []  # between events, of the current step
+        self._steps: list[tuple[defaultdict[str, float], list[_Span]]] = []
 
     def now(self) -> Instant:
         """Return the current time."""
@@ -49,53 +50,51 @@ class BusyMeter:
     def begin(self, section: str) -> Instant:
         """Begin a section."""
         if section == "data":
-            self._spans = []  # waits between steps: callbacks, evaluation, saves
+            self.discard_step()  # waits between steps: callbacks, evaluation, saves
         self._open.append(section)
         return self.now()
 
     def end(self, section: str, started: Instant) -> None:
         """End a section that `begin` began."""
-        # sections end in the order of their threads
         self._open.remove(section)
-        self._spans.append((section, 1, started, self.now()))
+        self._add(section, 1, started, self.now())
 
     def add_wait(self, started: Instant) -> None:
         """Subtract the time since `started`, in which this rank has waited, from the sections that
         it is in."""
         now = self.now()
-        self._spans.append((WAITING, 1, started, now))
-        self._spans += [(section, -1, started, now) for section in self._open]
+        self._add(WAITING, 1, started, now)
+        for section in self._open:
+            self._add(section, -1, started, now)
+
+    def _add(self, section: str, sign: int, started: Instant, ended: Instant) -> None:
+        if isinstance(started, float) and isinstance(ended, float):
+            self._seconds[section] += sign * (ended - started)
+        else:
+            self._spans.append((section, sign, started, ended))
 
     def finish_step(self) -> None:
         """Complete a step."""
-        self._steps.append(self._spans)
-        self._spans = []
+        self._steps.append((self._seconds, self._spans))
+        self.discard_step()
 
     def discard_step(self) -> None:
         """Forget the current step."""
-        self._spans = []
+        self._seconds, self._spans = defaultdict(float), []
 
     def take(self) -> list[Mapping[str, float]]:
         """Return the busy seconds of each section in every step since the last call, and those
         of all waits as `WAITING`; waits for the device."""
         steps, self._steps = self._steps, []
-        return [_sum_spans(spans) for spans in steps]
+        return [_sum_spans(seconds, spans) for seconds, spans in steps]
 
 
-def _sum_spans(spans: list[_Span]) -> dict[str, float]:
+def _sum_spans(seconds: defaultdict[str, float], spans: Sequence[_Span]) -> dict[str, float]:
     """Return the busy seconds of each section of a step, without sections that contain others."""
-    seconds: defaultdict[str, float] = defaultdict(float)
     for section, sign, started, ended in spans:
-        seconds[section] += sign * _seconds_between(started, ended)
+        assert isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)
+        ended.synchronize()
+        seconds[section] += sign * started.elapsed_time(ended) / 1000
     if any(name in seconds for name in _INNER_SECTIONS):
         seconds.pop("forward_backward", None)
     return {section: max(0.0, each) for section, each in seconds.items()}
-
-
-def _seconds_between(started: Instant, ended: Instant) -> float:
-    if isinstance(started, float) and isinstance(ended, float):
-        return ended - started
-    assert isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)
-    ended.synchronize()
-    milliseconds: float = started.elapsed_time(ended)
-    return milliseconds / 1000
