@@ -145,9 +145,9 @@ class HangWatch:
         return busy
 
     def is_waiting(self) -> bool:
-        """Return whether this rank waits in an operation, which `is_late` watches: for other ranks,
-        or for its device."""
-        if self.flight.unfinished() or inside_torch():
+        """Return whether this rank waits at this time, which `is_late` watches: in an operation
+        for other ranks, or for its device."""
+        if self.flight.is_waiting() or inside_torch():
             return True
         if self.device.type == "cpu":
             return False

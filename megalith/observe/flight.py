@@ -81,7 +81,10 @@ class CollectiveRecord:
     meter: BusyMeter | None = None
     """Measures how long this rank waits for the operation; None: nothing does."""
     wait_started: Instant | None = None
-    """When this rank began to wait for it; None: it does not wait."""
+    """When this rank began to wait for it, if `meter` measures that."""
+    is_waited: bool = False
+    """Whether the host waits for it at this time; an operation may also be in flight during
+    computation."""
     work: "ReferenceType[Any] | None" = None
     """Handle that the caller waits for."""
 
@@ -95,14 +98,20 @@ class CollectiveRecord:
 
     def begin_wait(self) -> None:
         """Record that this rank waits from now on."""
+        self.is_waited = True
         if self.meter is not None:
             self.wait_started = self.meter.now()
 
     def end_wait(self) -> None:
         """Record that this rank does not wait any more."""
+        self.is_waited = False
         if self.meter is not None and self.wait_started is not None:
             self.meter.add_wait(self.wait_started)
             self.wait_started = None
+
+    def leave_in_flight(self) -> None:
+        """Record that this rank has only started the operation, and does not wait for it yet."""
+        self.is_waited, self.wait_started = False, None
 
     def __str__(self) -> str:
         return f"{self.op} {self.number} over {axes_name(self.axes)}"
@@ -166,6 +175,10 @@ class FlightRecorder:
     def unfinished(self) -> list[CollectiveRecord]:
         """Return the operations that have started and not finished, oldest first."""
         return [entry for entry in list(self.entries) if not entry.finished]
+
+    def is_waiting(self) -> bool:
+        """Return whether the host waits for an operation at this time."""
+        return any(entry.is_waited for entry in list(self.entries))
 
     def record_torch_collective(self, ranks: tuple[int, ...]) -> None:
         """Record an operation that torch started by itself and the main thread is in."""

@@ -120,6 +120,14 @@ def mark_finished(entry: CollectiveRecord | None) -> None:
         entry.end_wait()
 
 
+def mark_in_flight(entry: CollectiveRecord | None) -> CollectiveRecord | None:
+    """Record that this rank has started an operation and does not wait for it yet; return its
+    record."""
+    if entry is not None:
+        entry.leave_in_flight()
+    return entry
+
+
 def mark_waiting(entry: CollectiveRecord | None) -> None:
     """Record that this rank now waits for an operation started earlier.
 
@@ -133,19 +141,18 @@ def mark_waiting(entry: CollectiveRecord | None) -> None:
 
 def track_work(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
     """Record that an operation of `record_collective` is complete when `work` is; return a handle
-    whose `wait` is measured, or `work` if nothing measures waits."""
+    whose `wait` is recorded."""
     assert work is not None, "this process is not in the group"
     if entry is None:
         return work
-    if entry.meter is not None:
-        entry.wait_started = None
-        work = _MeasuredWork(work, entry)
-    entry.work = ref(work)
-    return work
+    entry.leave_in_flight()
+    recorded = _RecordedWork(work, entry)
+    entry.work = ref(recorded)
+    return recorded
 
 
-class _MeasuredWork(dist.Work):
-    """Handle of an operation in flight that records how long this rank waits for it."""
+class _RecordedWork(dist.Work):
+    """Handle of an operation in flight that records when this rank waits for it."""
 
     def __init__(self, work: dist.Work, entry: CollectiveRecord) -> None:
         super().__init__()
