@@ -51,7 +51,7 @@ FAULTS = {
     "stop": (Loader, "next", 12, stop),
     "loop_with_lock": (Loader, "next", 12, loop_with_lock),
     "data": (Loader, "next", 12, inject.hang),
-    "save": (save.BoxFile, "add", 40, inject.hang),
+    "save": (save, "write_boxes", 11, inject.hang),
     "slow": (Loader, "next", 12, read_slowly),
 }
 
