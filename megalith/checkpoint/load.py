@@ -331,9 +331,7 @@ class Checkpoint:
             if reads_in_parallel:
                 buffer_nbytes = rules.exchange_buffer_mb * 2**20
                 read_box = partial(self._read_and_report, report_progress)
-                fill_in_parallel(
-                    self.manifest, parts, read_box, world, buffer_nbytes=buffer_nbytes
-                )
+                fill_in_parallel(self.manifest, parts, read_box, world, buffer_nbytes=buffer_nbytes)
             else:
                 self._fill_on_all_ranks(parts, world, report_progress)
             if vocab_size is not None:
