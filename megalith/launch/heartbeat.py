@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -57,8 +57,8 @@ MAX_STACK_LINES = 200
 MAX_RANKS_SHOWN = 16
 
 HEARTBEATS = "MEGALITH_HEARTBEATS"
-"""Variable with the file descriptor of the heartbeats that the launcher reads, and the number of
-this rank's one."""
+"""Variable with the descriptors of the shared memory and of the file of stacks that the launcher
+reads."""
 
 
 # --- rank: writes its heartbeat
@@ -172,6 +172,11 @@ class RankHeartbeat:
         finally:
             self.beat(before)
 
+    def stop(self) -> None:
+        """End the monitoring of this rank, until the next heartbeat."""
+        self.section = None
+        _BEAT.pack_into(self._memory, _WAITS.size, 0, self._num_beats & 0xFFFFFFFF, 0.0)
+
     def note_wait(self) -> None:
         """Record that this rank waits in a collective; from another thread than `beat`."""
         self._num_waits += 1
@@ -207,11 +212,10 @@ def _choose_pause(heartbeat: RankHeartbeat) -> float:
     return min(1.0, timeout / 8) if timeout else 1.0
 
 
-def map_heartbeat(fd: int, number: int = 0) -> memoryview:
-    """Map heartbeat number `number` of shared memory. It stays mapped until this process ends,
-    because another thread may still write to it."""
-    shared = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
-    return shared[number * HEARTBEAT_NBYTES : (number + 1) * HEARTBEAT_NBYTES]
+def map_heartbeat(fd: int) -> memoryview:
+    """Map the shared memory of a heartbeat. It stays mapped until this process ends, because
+    another thread may still write to it."""
+    return memoryview(mmap.mmap(fd, HEARTBEAT_NBYTES))
 
 
 @contextmanager
@@ -236,11 +240,6 @@ def create_shared_file(nbytes: int) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, nbytes)
     return fd
-
-
-def stacks_path(folder: Path, rank: int) -> Path:
-    """Return the file with the stacks of a rank in the folder of its launcher."""
-    return folder / f"rank{rank}.stacks"
 
 
 # --- learned times, in the run folder, by world size
@@ -297,54 +296,89 @@ class HeartbeatState:
         )
 
 
-@dataclass(slots=True)
-class HeartbeatMonitor:
-    """Reads the heartbeats of `ranks` from shared memory."""
+class HeartbeatReader:
+    """Reads the heartbeat of one process, and the stacks that it writes."""
 
-    ranks: Sequence[int]
-    fd: int = -1
-    """Descriptor of the shared memory; -1: create it."""
-    _memory: mmap.mmap = field(init=False)
-    _records: dict[int, bytes] = field(default_factory=dict)
-    _idle_seconds: dict[int, float] = field(default_factory=dict)
-    _last_check: float = field(default_factory=time.monotonic)
+    def __init__(self, fd: int | None = None, stacks_fd: int | None = None) -> None:
+        """`fd`, `stacks_fd`: descriptors of the shared memory and of the file of stacks; None:
+        create them, for a process that is about to start."""
+        self.fd = create_shared_file(HEARTBEAT_NBYTES) if fd is None else fd
+        self.stacks_fd = create_shared_file(0) if stacks_fd is None else stacks_fd
+        self._memory = mmap.mmap(self.fd, HEARTBEAT_NBYTES)
+        self._record = b""
+        self._idle_seconds = 0.0
+        self._last_check = time.monotonic()
 
-    def __post_init__(self) -> None:
-        if self.fd < 0:
-            self.fd = create_shared_file(len(self.ranks) * HEARTBEAT_NBYTES)
-        self._memory = mmap.mmap(self.fd, len(self.ranks) * HEARTBEAT_NBYTES)
+    @property
+    def variable(self) -> dict[str, str]:
+        """Environment variable of the process that writes the heartbeat."""
+        return {HEARTBEATS: f"{self.fd}:{self.stacks_fd}"}
 
-    def variable(self, rank: int) -> dict[str, str]:
-        """Return the environment variable of a rank that is about to start, and forget the process
-        that had its number before."""
-        start = self.ranks.index(rank) * HEARTBEAT_NBYTES
-        self._memory[start : start + HEARTBEAT_NBYTES] = bytes(HEARTBEAT_NBYTES)
-        self._idle_seconds[rank] = 0.0
-        return {HEARTBEATS: f"{self.fd}:{self.ranks.index(rank)}"}
-
-    def check(self) -> list[HeartbeatState]:
-        """Read all heartbeats and return the state of every rank."""
+    def check(self, rank: int) -> HeartbeatState:
+        """Read the heartbeat and return the state of `rank`."""
         now = time.monotonic()
         elapsed = min(now - self._last_check, MAX_GAP_SECONDS)
         self._last_check = now
-        return [self._read(number, rank, elapsed) for number, rank in enumerate(self.ranks)]
-
-    def _read(self, number: int, rank: int, elapsed: float) -> HeartbeatState:
-        start = number * HEARTBEAT_NBYTES
-        record = self._memory[start : start + RECORD_NBYTES]
-        is_idle = record == self._records.get(rank)
-        self._idle_seconds[rank] = self._idle_seconds.get(rank, 0.0) + elapsed if is_idle else 0.0
-        self._records[rank] = record
+        record = self._memory[:RECORD_NBYTES]
+        self._idle_seconds = self._idle_seconds + elapsed if record == self._record else 0.0
+        self._record = record
         code, beats, _ = _BEAT.unpack_from(record, _WAITS.size)
-        section = SECTIONS[code - 1] if 0 < code <= len(SECTIONS) else None
-        timeouts = _TIMEOUTS.unpack_from(self._memory, start + RECORD_NBYTES)
-        timeout = 0.0 if section is None else timeouts[code - 1]
-        return HeartbeatState(rank, section, beats, self._idle_seconds[rank], timeout)
+        if not 0 < code <= len(SECTIONS):
+            return HeartbeatState(rank, None, beats, self._idle_seconds, 0.0)
+        timeouts = _TIMEOUTS.unpack_from(self._memory, RECORD_NBYTES)
+        section, timeout = SECTIONS[code - 1], timeouts[code - 1]
+        return HeartbeatState(rank, section, beats, self._idle_seconds, timeout)
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Release the memory and the file."""
         self._memory.close()
         os.close(self.fd)
+        os.close(self.stacks_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class SilentRank:
+    """A rank that hangs."""
+
+    rank: int
+    summary: str
+    text: str
+    """Description with its stacks and the heartbeats of the other ranks."""
+
+
+class HeartbeatMonitor:
+    """Reads the heartbeats of the processes that a launcher has started."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, HeartbeatReader] = {}  # by process id
+
+    def add(self, pid: int, reader: HeartbeatReader) -> None:
+        """Add a process that was started with the reader's variable and descriptors."""
+        self._readers[pid] = reader
+
+    def remove(self, pid: int) -> None:
+        """Release the memory of a process that has ended."""
+        reader = self._readers.pop(pid, None)
+        if reader is not None:
+            reader.close()
+
+    def find_silent(self, pids: Mapping[int, int]) -> SilentRank | None:
+        """Check the heartbeats of running ranks, and describe the one that hangs, if any.
+
+        `pids`: rank -> process id.
+        """
+        readers = {rank: self._readers[pid] for rank, pid in pids.items() if pid in self._readers}
+        states = [reader.check(rank) for rank, reader in readers.items()]
+        silent = find_silent(states)
+        if silent is None:
+            return None
+        pid = pids[silent.rank]
+        return describe_silent(silent, states, pid, readers[silent.rank].stacks_fd)
+
+    def close(self) -> None:
+        """Release all memory."""
+        for pid in [*self._readers]:
+            self.remove(pid)
 
 
 def find_silent(states: Sequence[HeartbeatState]) -> HeartbeatState | None:
@@ -363,11 +397,10 @@ def process_state(pid: int) -> str:
     return ""
 
 
-def read_stacks(pid: int, file: Path | int) -> str:
+def read_stacks(pid: int, stacks_fd: int) -> str:
     """Return the stacks of all threads of a rank; a stopped process is continued for that.
 
-    `file`: path or descriptor of the file that the rank writes them to. The text says so if the
-    rank does not answer.
+    `stacks_fd`: file that the rank writes them to. The text says so if the rank does not answer.
     """
     is_stopped = process_state(pid).startswith(("T", "t"))
     with suppress(ProcessLookupError):
@@ -377,7 +410,7 @@ def read_stacks(pid: int, file: Path | int) -> str:
     deadline, text, before = time.monotonic() + STACK_SECONDS, "", None
     while time.monotonic() < deadline and (not text or text != before):
         time.sleep(0.05)
-        before, text = text, _read_text(file)
+        before, text = text, _read_text(stacks_fd)
     lines = text.strip().splitlines()
     more = ["..."] if len(lines) > MAX_STACK_LINES else []
     return "\n".join([*lines[:MAX_STACK_LINES], *more]) or (
@@ -385,24 +418,21 @@ def read_stacks(pid: int, file: Path | int) -> str:
     )
 
 
-def _read_text(file: Path | int) -> str:
+def _read_text(fd: int) -> str:
     with suppress(OSError):
-        if isinstance(file, Path):
-            return file.read_text(errors="replace")
-        return os.pread(file, 1 << 20, 0).decode(errors="replace")
+        return os.pread(fd, 1 << 20, 0).decode(errors="replace")
     return ""
 
 
 def describe_silent(
-    silent: HeartbeatState, states: Sequence[HeartbeatState], *, state: str, stacks: str
-) -> str:
-    """Describe a rank that hangs, with its stacks and the heartbeats of the other ranks.
-
-    `state`: that of its process; empty: unknown.
-    """
+    silent: HeartbeatState, states: Sequence[HeartbeatState], pid: int, stacks_fd: int
+) -> SilentRank:
+    """Describe a rank that hangs, with its stacks and the heartbeats of the other ranks."""
+    state, stacks = process_state(pid), read_stacks(pid, stacks_fd)
     others = [each for each in states if each.rank != silent.rank]
+    summary = summarize_silent(silent)
     lines = [
-        f"rank {silent.rank} {summarize_silent(silent)}.",
+        f"rank {silent.rank} {summary}.",
         f"If it is only slow, set parallel.heartbeat_timeout_seconds to more than "
         f"{silent.idle_seconds:.0f}.",
     ]
@@ -411,7 +441,7 @@ def describe_silent(
     if others:
         lines += ["Heartbeats of the other ranks of its machine:"]
         lines += [f"  rank {each.rank}: {each}" for each in others[:MAX_RANKS_SHOWN]]
-    return "\n".join(lines)
+    return SilentRank(silent.rank, summary, "\n".join(lines))
 
 
 def summarize_silent(silent: HeartbeatState) -> str:

@@ -7,28 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from megalith.launch.heartbeat import (
-    HEARTBEAT_NBYTES,
     HEARTBEATS,
     MAX_GAP_SECONDS,
-    HeartbeatMonitor,
+    HeartbeatReader,
     HeartbeatState,
     RankHeartbeat,
-    create_shared_file,
     describe_silent,
-    find_silent,
     map_heartbeat,
-    process_state,
-    read_stacks,
-    stacks_path,
-    summarize_silent,
     writing_stacks,
 )
 from megalith.launch.launcher import (
@@ -49,24 +41,19 @@ def open_heartbeat(environment: Mapping[str, str]) -> Iterator[RankHeartbeat]:
     """Open this rank's heartbeat, which the launcher that `environment` describes checks, or under
     torchrun or a batch system a new monitor process. A process without other ranks is not
     monitored."""
-    launcher = environment.get(LAUNCHER)
-    if launcher is not None and HEARTBEATS in environment:
-        fd, number = map(int, environment[HEARTBEATS].split(":"))
-        folder = Path(launcher.partition(":")[2])
+    if LAUNCHER in environment and HEARTBEATS in environment:
+        fd, stacks_fd = map(int, environment[HEARTBEATS].split(":"))
+        with writing_stacks(stacks_fd):
+            yield RankHeartbeat(map_heartbeat(fd))
+    elif LAUNCHER not in environment and in_worker(environment):
+        reader = HeartbeatReader()
+        rank = int(environment["RANK"])
         with (
-            stacks_path(folder, int(environment["RANK"])).open("w") as stacks,
-            writing_stacks(stacks.fileno()),
+            closing(reader),
+            writing_stacks(reader.stacks_fd),
+            _monitor_process(reader.fd, reader.stacks_fd, rank),
         ):
-            yield RankHeartbeat(map_heartbeat(fd, number))
-    elif launcher is None and in_worker(environment):
-        with ExitStack() as resources:
-            stacks_fd = resources.enter_context(tempfile.TemporaryFile()).fileno()
-            resources.enter_context(writing_stacks(stacks_fd))
-            fd = create_shared_file(HEARTBEAT_NBYTES)
-            resources.callback(os.close, fd)
-            heartbeat = RankHeartbeat(map_heartbeat(fd))
-            resources.enter_context(_monitor_process(fd, stacks_fd, int(environment["RANK"])))
-            yield heartbeat
+            yield RankHeartbeat(map_heartbeat(reader.fd))
     else:
         yield RankHeartbeat()
 
@@ -116,29 +103,27 @@ def _read_states(folder: Path | None) -> list[HeartbeatState]:
 def monitor_rank(fd: int, stacks_fd: int, pid: int, rank: int) -> None:
     """Check the heartbeat of the rank that started this process, until either ends. Kill a rank
     that hangs, after its failure was written for torchrun and to standard error."""
-    monitor = HeartbeatMonitor([rank], fd)
+    reader = HeartbeatReader(fd, stacks_fd)
     error_file = os.environ.get(ERROR_FILE)
     folder = Path(error_file).parent.parent if error_file else None  # torchrun's own for this start
     last_write = 0.0
     while os.getppid() == pid:
-        states = monitor.check()
+        state = reader.check(rank)
         if time.monotonic() - last_write > MAX_GAP_SECONDS:
             last_write = time.monotonic()
-            _write_state(folder, states[0])
-        silent = find_silent(states)
-        if silent is not None:
-            state, stacks = process_state(pid), read_stacks(pid, stacks_fd)
-            text = describe_silent(silent, _read_states(folder), state=state, stacks=stacks)
-            failure = Failure(rank, summarize_silent(silent), text, time.monotonic_ns())
+            _write_state(folder, state)
+        if state.is_silent:
+            silent = describe_silent(state, _read_states(folder), pid, stacks_fd)
+            failure = Failure(rank, silent.summary, silent.text, time.monotonic_ns())
             if error_file is not None:
                 with suppress(OSError):
                     write_torchrun_record(failure, Path(error_file))
-            sys.stderr.write(f"megalith: {text}\n")
+            sys.stderr.write(f"megalith: {silent.text}\n")
             sys.stderr.flush()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             return
-        time.sleep(min(POLL_SECONDS, (states[0].timeout_seconds or 8.0) / 8))
+        time.sleep(min(POLL_SECONDS, (state.timeout_seconds or 8.0) / 8))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -28,15 +28,7 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from megalith.errors import RankError, UserError
-from megalith.launch.heartbeat import (
-    HeartbeatMonitor,
-    describe_silent,
-    find_silent,
-    process_state,
-    read_stacks,
-    stacks_path,
-    summarize_silent,
-)
+from megalith.launch.heartbeat import HeartbeatMonitor, HeartbeatReader
 from megalith.observe.limits import available_cores
 
 # --- failure records of worker processes, and the report of several ranks' failures as one text
@@ -423,11 +415,8 @@ class _LocalRanks:
     """When the first rank was found to have failed; after that the others are ended."""
     sent_sigterm: bool = False
     """Whether SIGTERM has been sent."""
-    heartbeats: HeartbeatMonitor = field(init=False)
-    """Heartbeats of the ranks."""
-
-    def __post_init__(self) -> None:
-        self.heartbeats = HeartbeatMonitor(range(self.nproc))
+    heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    """Heartbeats of the processes."""
 
     def start(self) -> None:
         """Start every rank."""
@@ -437,17 +426,19 @@ class _LocalRanks:
 
     def _start_rank(self, rank: int, server: socket.socket) -> None:
         listener = (server.fileno(),) if rank == 0 else ()
+        heartbeat = HeartbeatReader()
         with self._output(rank).open("wb") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command,
-                env=self._environment(rank, server),
+                env=self._environment(rank, server) | heartbeat.variable,
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,
-                pass_fds=(*listener, self.heartbeats.fd),
+                pass_fds=(*listener, heartbeat.fd, heartbeat.stacks_fd),
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
+        self.heartbeats.add(process.pid, heartbeat)
         self.processes.append(process)
         received_during_start = [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]
         for number in received_during_start:
@@ -467,7 +458,6 @@ class _LocalRanks:
             **defaults,
             **self.environment,
             **rank_variables,
-            **self.heartbeats.variable(rank),
             LAUNCHER: f"{os.getpid()}:{self.folder}",
         }
 
@@ -486,23 +476,23 @@ class _LocalRanks:
         ):
             self.failed_ns = now
         if self.failed_ns is None:
-            self._end_silent_rank()
+            self.end_silent_rank()
         self._end_the_rest(now)
         return len(self.ended_ns) < self.nproc
 
-    def _end_silent_rank(self) -> None:
+    def end_silent_rank(self) -> None:
         """Kill a rank that makes no progress, after its failure was recorded for it."""
-        states = self.heartbeats.check()
-        silent = find_silent([each for each in states if each.rank not in self.ended_ns])
+        running = {
+            rank: process.pid
+            for rank, process in enumerate(self.processes)
+            if rank not in self.ended_ns
+        }
+        silent = self.heartbeats.find_silent(running)
         if silent is None or self._record(silent.rank).exists():
             return
-        process = self.processes[silent.rank]
-        state = process_state(process.pid)
-        stacks = read_stacks(process.pid, stacks_path(self.folder, silent.rank))
-        text = describe_silent(silent, states, state=state, stacks=stacks)
-        failure = Failure(silent.rank, summarize_silent(silent), text, time.monotonic_ns())
+        failure = Failure(silent.rank, silent.summary, silent.text, time.monotonic_ns())
         _write_failure_record(failure, self.folder)
-        process.send_signal(signal.SIGKILL)
+        self.processes[silent.rank].send_signal(signal.SIGKILL)
 
     def _end_the_rest(self, now: int) -> None:
         if self.failed_ns is None:

@@ -39,7 +39,7 @@ from megalith.train.callbacks.health import (
     FaultDetector,
     ReplicaCheck,
 )
-from megalith.train.callbacks.heartbeat import HeartbeatWriter, start_heartbeat
+from megalith.train.callbacks.heartbeat import HeartbeatWriter, writing_heartbeat
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -98,9 +98,9 @@ def run_training(
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
     heartbeat = heartbeat or RankHeartbeat()
-    start_heartbeat(heartbeat, run, folder, mesh)
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     with (
+        writing_heartbeat(heartbeat, run, folder, mesh),
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
         _open_log(folder, run, mesh.world.rank),

@@ -19,15 +19,14 @@ import pytest
 from megalith.errors import RankError
 from megalith.launch import heartbeat as heartbeat_module
 from megalith.launch.heartbeat import (
-    HEARTBEAT_NBYTES,
     MIN_PASSES,
     RECORD_NBYTES,
     HeartbeatMonitor,
+    HeartbeatReader,
     HeartbeatState,
     RankHeartbeat,
     Section,
     SectionTimes,
-    create_shared_file,
     find_silent,
     map_heartbeat,
     merge_times,
@@ -148,10 +147,10 @@ def test_monitor_process_ends_a_rank_that_torchrun_started(
     assert text.startswith("megalith: rank 1 has made no progress")
 
 
-def shared() -> tuple[RankHeartbeat, HeartbeatMonitor]:
-    """A heartbeat, and its monitor in the same process."""
-    fd = create_shared_file(HEARTBEAT_NBYTES)
-    return RankHeartbeat(map_heartbeat(fd)), HeartbeatMonitor([3], fd)
+def shared() -> tuple[RankHeartbeat, HeartbeatReader]:
+    """A heartbeat, and its reader in the same process."""
+    reader = HeartbeatReader()
+    return RankHeartbeat(map_heartbeat(reader.fd)), reader
 
 
 class Clock:
@@ -171,11 +170,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake
 
 
-def wait(clock: Clock, monitor: HeartbeatMonitor, seconds: float) -> HeartbeatState:
+def wait(clock: Clock, reader: HeartbeatReader, seconds: float) -> HeartbeatState:
     """Check twice per second for so long, and return the last state."""
     for _ in range(int(2 * seconds)):
         clock.now += 0.5
-        (state,) = monitor.check()
+        state = reader.check(3)
     return state
 
 
@@ -184,31 +183,31 @@ def test_record_has_16_bytes() -> None:
 
 
 def test_timeouts_are_learned_after_16_passes_and_at_least_60_seconds(clock: Clock) -> None:
-    heartbeat, monitor = shared()
+    heartbeat, reader = shared()
     heartbeat.set_timeouts(600.0)
     heartbeat.beat("start")
     clock.now += 300.0  # compilation in the first step is not a step
     heartbeat.beat("step")
     for number in range(MIN_PASSES):
-        assert monitor.check()[0].timeout_seconds == 600.0, number
+        assert reader.check(3).timeout_seconds == 600.0, number
         clock.now += 2.0
         heartbeat.beat()
-    assert monitor.check()[0].timeout_seconds == 60.0
+    assert reader.check(3).timeout_seconds == 60.0
     clock.now += 30.0
     heartbeat.beat()
-    assert monitor.check()[0].timeout_seconds == 150.0
+    assert reader.check(3).timeout_seconds == 150.0
     with heartbeat.within("save"):
-        assert monitor.check()[0].timeout_seconds == 600.0, "each section has its own"
+        assert reader.check(3).timeout_seconds == 600.0, "each section has its own"
     assert heartbeat.times["start"] == SectionTimes(1, 300.0)
 
 
 def test_timeout_shorter_than_60_seconds_is_kept(clock: Clock) -> None:
-    heartbeat, monitor = shared()
+    heartbeat, reader = shared()
     heartbeat.set_timeouts(10.0)
     for _ in range(MIN_PASSES + 1):
         clock.now += 0.5
         heartbeat.beat("step")
-    assert monitor.check()[0].timeout_seconds == 10.0
+    assert reader.check(3).timeout_seconds == 10.0
 
 
 def test_time_in_which_a_rank_waited_for_others_is_not_learned(clock: Clock) -> None:
@@ -224,27 +223,38 @@ def test_time_in_which_a_rank_waited_for_others_is_not_learned(clock: Clock) -> 
 
 
 def test_rank_is_silent_after_its_timeout_without_beat_or_wait(clock: Clock) -> None:
-    heartbeat, monitor = shared()
-    assert wait(clock, monitor, 1000).section is None, "not monitored before the first heartbeat"
+    heartbeat, reader = shared()
+    assert wait(clock, reader, 1000).section is None, "not monitored before the first heartbeat"
     heartbeat.set_timeouts(60.0)
     heartbeat.beat("step")
-    assert not wait(clock, monitor, 60).is_silent
+    assert not wait(clock, reader, 60).is_silent
     heartbeat.note_wait()
-    assert not wait(clock, monitor, 60).is_silent
+    assert not wait(clock, reader, 60).is_silent
     heartbeat.beat()
-    assert not wait(clock, monitor, 60).is_silent
-    state = wait(clock, monitor, 1)
+    assert not wait(clock, reader, 60).is_silent
+    state = wait(clock, reader, 1)
     assert state.is_silent and find_silent([state]) == state
-    assert monitor.variable(3) and wait(clock, monitor, 100).section is None, "a new process"
+    heartbeat.stop()
+    assert not wait(clock, reader, 100).is_silent, "it is not monitored after an error"
 
 
 def test_time_in_which_the_monitor_was_stopped_does_not_count(clock: Clock) -> None:
-    heartbeat, monitor = shared()
+    heartbeat, reader = shared()
     heartbeat.set_timeouts(60.0)
     heartbeat.beat("step")
-    monitor.check()
+    reader.check(3)
     clock.now += 3600.0
-    assert monitor.check()[0].idle_seconds <= 1.0
+    assert reader.check(3).idle_seconds <= 1.0
+
+
+def test_monitor_releases_the_memory_of_processes_that_ended() -> None:
+    monitor, reader = HeartbeatMonitor(), HeartbeatReader()
+    monitor.add(17, reader)
+    assert monitor.find_silent({0: 17, 1: 18}) is None
+    monitor.remove(17)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reader.fd)
+    monitor.close()
 
 
 def test_longest_silent_rank_is_the_root_cause() -> None:
@@ -324,7 +334,7 @@ def _needs_no_system_call(work: Callable[[], object]) -> bool:
     sys.platform != "linux" or platform.machine() not in NUMBERS, reason="seccomp is Linux's"
 )
 def test_heartbeat_is_written_without_a_system_call() -> None:
-    heartbeat, monitor = shared()
+    heartbeat, reader = shared()
     heartbeat.set_timeouts(600.0)
 
     def beat() -> None:
@@ -334,5 +344,5 @@ def test_heartbeat_is_written_without_a_system_call() -> None:
 
     heartbeat.beat("step")
     assert _needs_no_system_call(beat)
-    assert monitor.check()[0].beats == 1001, "the memory is shared with the child"
+    assert reader.check(3).beats == 1001, "the memory is shared with the child"
     assert not _needs_no_system_call(os.getppid), "the filter detects a system call"

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from megalith.launch.heartbeat import (
-    HEARTBEAT_NBYTES,
+    HeartbeatReader,
     RankHeartbeat,
     Section,
-    create_shared_file,
     map_heartbeat,
     read_times,
 )
@@ -135,7 +134,7 @@ def test_sections_of_a_run_follow_each_other(tmp_path: Path) -> None:
             if sections[-1:] != [self.section]:
                 sections.append(self.section)
 
-    heartbeat = Recorder(map_heartbeat(create_shared_file(HEARTBEAT_NBYTES)))
+    heartbeat = Recorder(map_heartbeat(HeartbeatReader().fd))
     run = tiny_run({"train.steps": "3", "checkpoint.every": "2", "train.eval_every": "2"})
     folder = RunFolder(tmp_path / "run")
     mesh = build_single_rank_mesh()

@@ -1,8 +1,8 @@
 """Heartbeat of a rank during training: progress within steps, and the learned timeouts in the run
 folder."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
@@ -15,15 +15,24 @@ from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunVi
 from megalith.train.run_folder import RunFolder
 
 
-def start_heartbeat(heartbeat: RankHeartbeat, run: TrainRun, folder: RunFolder, mesh: Mesh) -> None:
+@contextmanager
+def writing_heartbeat(
+    heartbeat: RankHeartbeat, run: TrainRun, folder: RunFolder, mesh: Mesh
+) -> Iterator[None]:
     """Set the timeouts of all sections, those of earlier starts included, and begin the section
-    `start`, which ends with the first step."""
+    `start`, which ends with the first step. After an error this rank is not monitored any more: it
+    ends, or waits for a restart."""
     heartbeat.set_timeouts(
         run.parallel.timeout_seconds,
         fixed_seconds=run.parallel.heartbeat_timeout_seconds,
         times=read_times(folder.heartbeats, mesh.world.size),
     )
     heartbeat.beat("start")
+    try:
+        yield
+    except BaseException:
+        heartbeat.stop()
+        raise
 
 
 class HeartbeatWriter(Callback):
