@@ -139,12 +139,9 @@ def test_sections_of_a_run_follow_each_other(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     mesh = build_single_rank_mesh()
     run_training(run, folder, mesh, torch.device("cpu"), show=False, heartbeat=heartbeat)
-    saved: list[Section | None] = ["save", "step"]
-    evaluated: list[Section | None] = ["evaluate", "step"]
-    first: list[Section | None] = ["start", "load", "start", "step"]
-    expected = [*first, *evaluated, *saved, *evaluated, *saved]
-    compact = [each for each in sections if each is not None]
-    assert compact == [*expected, "exit"], compact
+    text = re.sub(r"(save step )+", "save step ", " ".join(filter(None, sections)))
+    twice = "evaluate step save step evaluate step save step"
+    assert text == f"start load start step {twice} exit"
     times = read_times(folder.heartbeats, 1)
     assert times["step"].passes > 2 * 6, "one per microbatch, and three more"
     assert set(times) == {"start", "load", "step", "save", "evaluate"}
