@@ -33,6 +33,8 @@ from megalith.train.callbacks.base import (
     configure_callbacks,
     load_installed_callbacks,
 )
+from megalith.train.callbacks.events import EventsWriter
+from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import (
     Checkpointer,
     Evaluator,
@@ -64,6 +66,7 @@ from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
 
 
@@ -77,13 +80,16 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
     heartbeat: RankHeartbeat | None = None,
+    starts: StartLog | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job. `heartbeat`: of this rank, if another process checks it.
+    batch system ends the job. `heartbeat`: of this rank, if another process checks it. `starts`:
+    records this start and its exit; by default in the folder, without an older checkpoint after
+    failed starts.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -99,10 +105,12 @@ def run_training(
     first = mesh.world.rank == 0
     heartbeat = heartbeat or RankHeartbeat()
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
+    starts = starts or StartLog(folder.path, rank=mesh.world.rank)
     with (
         writing_heartbeat(heartbeat, run, folder, mesh),
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
+        starts.record_failure(),
         _open_log(folder, run, mesh.world.rank),
         record_memory_history(folder.path, device, mesh.world.rank)
         if run.observe.memory_history
@@ -114,13 +122,24 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
         _open_checkpoints(folder.checkpoints, mesh)
         try:
-            prepared = PreparedRun(run, folder, mesh, device, progress.print_line, heartbeat)
+            prepared = PreparedRun(
+                run, folder, mesh, device, progress.print_line, starts, heartbeat
+            )
         except Exception as error:
             if is_out_of_memory(error):
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
-        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+        outcome = TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+        if first:
+            starts.write_exit(
+                outcome.reason or outcome.kind, _EXIT_CODES[outcome.kind], step=outcome.step
+            )
+        return outcome
+
+
+_EXIT_CODES = {"done": 0, "stopped": 75, "suspect": 76}
+"""Exit code of each kind of outcome."""
 
 
 def _open_checkpoints(folder: StoragePath, mesh: Mesh) -> None:
@@ -170,6 +189,7 @@ class TrainLoop:
         self.lengths = schedule_lengths(
             run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
         )
+        self.events = EventsWriter()
         self.fault_detector = FaultDetector()
         self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
@@ -181,6 +201,7 @@ class TrainLoop:
         uses_trackers = run.observe.wandb is not None or run.observe.mlflow is not None
         self.callbacks = CallbackList(
             [
+                self.events,  # first, so that its times contain no other callback
                 self.run_requests,  # its on_end runs last, when profiles are written
                 HeartbeatWriter(),
                 ReplicaCheck(),
@@ -200,6 +221,7 @@ class TrainLoop:
                 MetricsWriter(),
                 *([ExperimentTrackers()] if uses_trackers else []),
                 ProgressReporter(progress),
+                *([FaultInjector(run.fault_injector)] if run.fault_injector else []),
                 *callbacks,
             ]
         )
@@ -209,7 +231,11 @@ class TrainLoop:
         self._phase = "before the first step"  # for the error of a lack of memory
         self.heartbeat = prepared.heartbeat
         self.view = RunView(
-            prepared, progress.print_line, self.callbacks.request, self.heartbeat.beat
+            prepared,
+            progress.print_line,
+            self.callbacks.request,
+            self.events.record,
+            self.heartbeat.beat,
         )
 
     def run(self) -> Outcome:
@@ -363,10 +389,18 @@ class TrainLoop:
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
         self._phase = f"while step {self.prepared.state.step} was saved"
-        with self.heartbeat.within("save"), self.timers.section("save"):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("drain", step=self.view.step),
+        ):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
-        with self.heartbeat.within("save"), self.timers.section("save"):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save", step=self.view.step),
+        ):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
@@ -375,13 +409,21 @@ class TrainLoop:
         if not self.local_checkpointer.is_due():
             return
         self._phase = f"while step {self.prepared.state.step} was saved locally"
-        with self.heartbeat.within("save"), self.timers.section("save"):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save_local", step=self.view.step),
+        ):
             self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""
         self._phase = "while the save in flight was completed"
-        with self.heartbeat.within("save"), self.timers.section("save"):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("drain", step=self.view.step),
+        ):
             result = self.checkpointer.drain()
         self._notify_save(result)
 
