@@ -50,7 +50,7 @@ FAULTS = {
     "stop": (Loader, "next", 12, stop),
     "loop_with_lock": (Loader, "next", 12, loop_with_lock),
     "data": (Loader, "next", 12, inject.hang),
-    "save": (save, "write_boxes", 11, inject.hang),
+    "save": (save, "write_boxes", 25, inject.hang),
     "slow": (Loader, "next", 12, read_slowly),
 }
 
@@ -78,7 +78,7 @@ def train(tmp_path: Path, how: str) -> tuple[int, str]:
     settings = {
         "parallel.dp": "2",
         "parallel.timeout_seconds": "120",
-        "train.steps": "14",
+        "train.steps": "30",
         "checkpoint.every": "1",
     }
     file = tiny_yaml(tmp_path / "tiny.yaml", settings)
