@@ -20,8 +20,8 @@ NUM_REPORTS = 3
 """Number of consecutive reports with a low score after which a rank is a straggler."""
 
 MIN_SHARE = 0.05
-"""Shortest delay, relative to the busy time of a whole step, for which a section is slow: sections
-of microseconds vary (heuristic)."""
+"""Shortest delay, relative to the busy time of the slowest rank in a step, for which a section is
+slow: short sections vary, and do not delay the step (heuristic)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,22 +48,23 @@ def median_times(steps: Sequence[BusyTimes]) -> dict[str, float]:
     return {section: median(step.get(section, 0.0) for step in steps) for section in sections}
 
 
-def find_slow_sections(rank: int, times: BusyTimes, reference: BusyTimes) -> list[Straggler]:
+def find_slow_sections(
+    rank: int, times: BusyTimes, reference: BusyTimes, *, step_seconds: float
+) -> list[Straggler]:
     """Return the sections in which a rank takes longer than the reference by more than the
-    threshold.
+    threshold; `step_seconds`: busy time of the slowest rank.
 
     >>> times = {"data": 0.2, "forward": 1.3, "backward": 2.0}
     >>> reference = {"data": 0.1, "forward": 1.0, "backward": 1.9}
-    >>> [each.section for each in find_slow_sections(0, times, reference)]
+    >>> [each.section for each in find_slow_sections(0, times, reference, step_seconds=3.5)]
     ['forward']
     """
-    total = sum(times.values())
     return [
         Straggler(rank, section, reference[section] / seconds, seconds, reference[section])
         for section, seconds in times.items()
         if section in reference
         and reference[section] < SLOW_SCORE * seconds
-        and seconds - reference[section] > MIN_SHARE * total
+        and seconds - reference[section] > MIN_SHARE * step_seconds
     ]
 
 
@@ -125,13 +126,13 @@ class StragglerHistory:
         slow = [
             each
             for rank, times in enumerate(ranks)
-            for each in find_slow_sections(rank, times, best[rank])
+            for each in find_slow_sections(rank, times, best[rank], step_seconds=max(totals))
         ]
         changed = [
             each
             for rank, times in enumerate(ranks)
             if self.first
-            for each in find_slow_sections(rank, times, self.first[rank])
+            for each in find_slow_sections(rank, times, self.first[rank], step_seconds=max(totals))
         ]
         self.first = self.first or [dict(times) for times in ranks]
         return StragglerReport(
