@@ -157,6 +157,7 @@ def resolve_recompute(run: TrainRun, folder: Path | None = None) -> TrainRun:
 
 def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
+    from megalith.launch.heartbeat_process import open_heartbeat
     from megalith.train.callbacks.base import load_callbacks
     from megalith.train.callbacks.stop import read_job_end_time, record_sigusr1
     from megalith.train.distributed import join_job
@@ -168,7 +169,11 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     build_checked_tokenizer(run)  # before the folder is created and other ranks wait
     callbacks = load_callbacks(callback_names)
     job_end_time = read_job_end_time(os.environ)
-    with record_sigusr1(), join_job(run, os.environ, path) as job:
+    with (
+        record_sigusr1(),
+        open_heartbeat(os.environ) as heartbeat,
+        join_job(run, os.environ, path, heartbeat) as job,
+    ):
         outcome = run_training(
             run,
             RunFolder(path),
@@ -176,6 +181,7 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
             job.device,
             callbacks=callbacks,
             job_end_time=job_end_time,
+            heartbeat=heartbeat,
             starts=StartLog(path, rank=job.mesh.world.rank, escalates=True, environment=os.environ),
         )
         first = job.first

@@ -28,6 +28,7 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from megalith.errors import RankError, UserError
+from megalith.launch.heartbeat import HeartbeatMonitor, HeartbeatReader
 from megalith.observe.limits import available_cores
 
 # --- failure records of worker processes, and the report of several ranks' failures as one text
@@ -342,7 +343,7 @@ def _write_torchrun_error(failure: Failure, file: Path, error: BaseException) ->
     if failure.is_consequence:
         # the rank that caused it should be first, and torchrun may end this rank before that
         time.sleep(NOTICE_SECONDS)
-    file.write_text(_torchrun_record(failure))
+    write_torchrun_record(failure, file)
     if isinstance(error, UserError) and not _reports_first(failure.text, file.parent.parent):
         # torchrun ends the others when the first one ends, even while one prints
         time.sleep(NOTICE_SECONDS)
@@ -370,7 +371,7 @@ def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str
     if (launcher := environment.get(LAUNCHER)) is not None:
         _write_failure_record(failure, Path(launcher.partition(":")[2]))
     elif (file := environment.get(ERROR_FILE)) is not None:
-        Path(file).write_text(_torchrun_record(failure))
+        write_torchrun_record(failure, Path(file))
     if launcher is None and failure.is_report:
         sys.stderr.write(f"megalith: {failure.text}\n")
     time.sleep(after_seconds)
@@ -389,6 +390,11 @@ def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def write_torchrun_record(failure: Failure, file: Path) -> None:
+    """Write a failure to the error file of torchrun."""
+    file.write_text(_torchrun_record(failure))
 
 
 def _torchrun_record(failure: Failure) -> str:
@@ -418,6 +424,8 @@ class _LocalRanks:
     """Whether SIGTERM has been sent."""
     on_failure: Callable[[Failure, int], None] | None = None
     """Receives the failure that came first, and the exit code of the job."""
+    heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    """Heartbeats of the processes."""
 
     def start(self) -> None:
         """Start every rank."""
@@ -427,17 +435,19 @@ class _LocalRanks:
 
     def _start_rank(self, rank: int, server: socket.socket) -> None:
         listener = (server.fileno(),) if rank == 0 else ()
+        heartbeat = HeartbeatReader()
         with self._output(rank).open("wb") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command,
-                env=self._environment(rank, server),
+                env=self._environment(rank, server) | heartbeat.variable,
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,
-                pass_fds=listener,
+                pass_fds=(*listener, heartbeat.fd, heartbeat.stacks_fd),
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
+        self.heartbeats.add(process.pid, heartbeat)
         self.processes.append(process)
         received_during_start = [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]
         for number in received_during_start:
@@ -474,8 +484,24 @@ class _LocalRanks:
             self.processes[rank].returncode not in ENDED for rank in new
         ):
             self.failed_ns = now
+        if self.failed_ns is None:
+            self.end_silent_rank()
         self._end_the_rest(now)
         return len(self.ended_ns) < self.nproc
+
+    def end_silent_rank(self) -> None:
+        """Kill a rank that makes no progress, after its failure was recorded for it."""
+        running = {
+            rank: process.pid
+            for rank, process in enumerate(self.processes)
+            if rank not in self.ended_ns
+        }
+        silent = self.heartbeats.find_silent(running)
+        if silent is None or self._record(silent.rank).exists():
+            return
+        failure = Failure(silent.rank, silent.summary, silent.text, time.monotonic_ns())
+        _write_failure_record(failure, self.folder)
+        self.processes[silent.rank].send_signal(signal.SIGKILL)
 
     def _end_the_rest(self, now: int) -> None:
         if self.failed_ns is None:
@@ -497,6 +523,7 @@ class _LocalRanks:
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        self.heartbeats.close()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward the first signal; kill all ranks on a second one. SIGUSR1 does not count."""

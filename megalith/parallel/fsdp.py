@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -93,7 +94,11 @@ class FullyShardedDataParallel:
         self.mesh, self.divisions = mesh, shard_groups_by_grid(parameters, mesh)
         self.sums = OrderedAllReduces(overlap=overlap)
         parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
-        self.units = [_unit(part, self.divisions, self.sums) for part in parts]
+        names = name_units(parts, parameters)
+        self.units = [
+            _unit(part, self.divisions, self.sums, name)
+            for part, name in zip(parts, names, strict=True)
+        ]
         unit_of: dict[int, Unit] = {}
         for unit in self.units:  # outer modules come after inner ones and get the rest
             for module in unit.module.modules():
@@ -234,8 +239,10 @@ class OrderedAllReduces:
 class Unit:
     """Parameters that are not sharded on this rank, and their fp32 or float64 gradient."""
 
-    def __init__(self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces) -> None:
-        self.module, self.division, self.sums = module, division, sums
+    def __init__(
+        self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces, name: str
+    ) -> None:
+        self.module, self.division, self.sums, self.name = module, division, sums, name
         self.gradient = torch.empty(0)
         self.names: list[str] = []
         self.finite_flags: list[tuple[str, Tensor]] = []
@@ -332,8 +339,10 @@ class ShardedUnit(Unit):
     """FSDP unit: parameters that are sharded and all-gathered together, and the gradient of this
     rank's rows."""
 
-    def __init__(self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces) -> None:
-        super().__init__(module, division, sums)
+    def __init__(
+        self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces, name: str
+    ) -> None:
+        super().__init__(module, division, sums, name)
         self._sum: Tensor | None = None
         self._read = 0
         self._finite: Tensor | None = None
@@ -348,7 +357,7 @@ class ShardedUnit(Unit):
         """Register FSDP2's custom collectives and hooks for these rows; the weights are FSDP2's
         local shards."""
         group = self.division.slices
-        self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
+        self.fsdp.set_custom_all_gather(AllGatherParams(group, self.name))  # type: ignore[arg-type]  # its type is a private class
         local_params = super().connect(parameters)
         if not parameters:
             return local_params
@@ -359,7 +368,8 @@ class ShardedUnit(Unit):
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in the reduction
         # otherwise the message depends on what forward used
         self.fsdp.set_reduce_scatter_unused_params(True)
-        self.fsdp.set_custom_reduce_scatter(ReduceGradients(group, self))  # type: ignore[arg-type]  # the same
+        reduce_gradients = ReduceGradients(group, self)
+        self.fsdp.set_custom_reduce_scatter(reduce_gradients)  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._take_reduced)
         return local_params
 
@@ -422,10 +432,11 @@ def _grad_hook(unit: Unit, shard: Shard) -> Callable[[Tensor], None]:
 
 
 class AllGatherParams:
-    """FSDP2's all-gather, recorded in the flight recorder."""
+    """FSDP2's all-gather, recorded in the flight recorder and compared by
+    parallel.check_collectives."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, unit_name: str) -> None:
+        self.group, self.subject = group, f"weights of {unit_name}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory of a message."""
@@ -439,7 +450,7 @@ class AllGatherParams:
         async_op: bool = False,
     ) -> dist.Work | None:
         """All-gather the ranks' inputs, in the order of ranks."""
-        entry = record_collective(self.group, "all_gather", input_tensor)
+        entry = record_collective(self.group, "all_gather", input_tensor, subject=self.subject)
         work: dist.Work | None = dist.all_gather_into_tensor(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
@@ -448,10 +459,12 @@ class AllGatherParams:
 
 
 class ReduceGradients:
-    """FSDP2's reduce-scatter, recorded in the flight recorder."""
+    """FSDP2's reduce-scatter, recorded in the flight recorder and compared by
+    parallel.check_collectives."""
 
     def __init__(self, group: Group, unit: ShardedUnit) -> None:
         self.group, self.unit = group, unit
+        self.subject = f"gradients of {unit.name}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory of a message."""
@@ -467,7 +480,7 @@ class ReduceGradients:
     ) -> dist.Work | None:
         """Reduce-scatter the ranks' inputs."""
         self.unit.record_message(input_tensor, self.group.size)
-        entry = record_collective(self.group, "reduce_scatter", input_tensor)
+        entry = record_collective(self.group, "reduce_scatter", input_tensor, subject=self.subject)
         work: dist.Work | None = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
@@ -601,10 +614,11 @@ def shard_for_forward(
     divisions = shard_groups_by_grid(parameters, mesh)
     _check_consistent_across_ranks(parameters, mesh)
     _shard_chunks(chunks, parameters, divisions, device=device, keep_gathered=keep_gathered)
-    for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
+    parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
+    for module, name in zip(parts, name_units(parts, parameters), strict=True):
         if isinstance(module, FSDPModule):
             group = divisions[_grid_of(module)].slices
-            module.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
+            module.set_custom_all_gather(AllGatherParams(group, name))  # type: ignore[arg-type]  # its type is a private class
     return _local_rows(parameters, divisions)
 
 
@@ -716,10 +730,42 @@ def _reject_shared_chunks(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-def _unit(module: nn.Module, divisions: ShardGroupsByGrid, sums: OrderedAllReduces) -> Unit:
+def _unit(
+    module: nn.Module, divisions: ShardGroupsByGrid, sums: OrderedAllReduces, name: str
+) -> Unit:
     """Return the unit of a module: sharded or not."""
     division = divisions[_grid_of(module)]
-    return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums)
+    return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums, name)
+
+
+def name_units(modules: Sequence[nn.Module], parameters: Parameters) -> list[str]:
+    """Return a name of each FSDP unit, for the flight recorder: the common part of the names of
+    its parameters. `modules`: those of the units, inner ones first."""
+    owners: dict[int, int] = {}
+    for number, unit_module in enumerate(modules):
+        for module in unit_module.modules():
+            owners.setdefault(id(module), number)
+    names: list[list[str]] = [[] for _ in modules]
+    for shard, module, _ in parameters:
+        names[owners[id(module)]].append(shard.name)
+    return [describe_unit(unit_names) for unit_names in names]
+
+
+def describe_unit(names: Sequence[str]) -> str:
+    """Return the common part of the names of a unit's parameters.
+
+    >>> describe_unit(["layers.3.attention.q", "layers.3.mlp.up"])
+    'layers.3'
+    >>> describe_unit(["final_norm.weight", "mtp.0.norm"])
+    'final_norm.weight and 1 more'
+    """
+    if not names:
+        return "a unit without parameters"
+    levels = zip(*(name.split(".") for name in names), strict=False)
+    shared = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
+    if shared:
+        return ".".join(shared)
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _in_backward_order(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:

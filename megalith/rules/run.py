@@ -250,7 +250,24 @@ def replica_group_problems(run: TrainRun) -> list[str]:
         for setting, (other, applies) in changes.items()
         if applies
     ]
-    return problems + _replicated_router_problems(run)
+    return problems + _replicated_router_problems(run) + _fault_action_problems(run)
+
+
+def _fault_action_problems(run: TrainRun) -> list[str]:
+    """Return the messages of actions on faults that replica groups do not agree on."""
+    detector = run.fault_detector
+    actions = {
+        "nonfinite": (detector.nonfinite, ("rollback",), "skip"),
+        "spike": (detector.spike, ("rollback", "rerun"), "skip"),
+        "model_fault": (detector.model_fault, ("rollback",), "skip"),
+        "rerun_every": (detector.rerun_every, range(1, detector.rerun_every + 1), "0"),
+    }
+    return [
+        f"fault_detector.{name}={value} with replica_group: a step of several groups is neither "
+        f"repeated nor rolled back. Set fault_detector.{name}={other}."
+        for name, (value, rejected, other) in actions.items()
+        if value in rejected
+    ]
 
 
 def _replicated_router_problems(run: TrainRun) -> list[str]:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megalith.config.train import TrainRun, is_started
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.launch.heartbeat import RankHeartbeat, noting_waits
 from megalith.launch.launcher import FAULT, Failure, end_rank
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
 from megalith.launch.worker import (
@@ -59,12 +60,16 @@ def _end_rank(
 
 @contextmanager
 def join_job(
-    run: TrainRun, environment: Mapping[str, str], folder: Path | None = None
+    run: TrainRun,
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    heartbeat: RankHeartbeat | None = None,
 ) -> Iterator[Job]:
     """Join the process group that a launcher described in `environment`, or run on one rank.
 
     A collective that takes longer than parallel.timeout_seconds ends this process, after a report
-    of all ranks' positions was written to `folder`.
+    of all ranks' positions was written to `folder`. `heartbeat`: of this rank; records when it
+    waits.
 
     Raises:
         ConfigError: the run does not fit the number of ranks (all broken rules are listed), or
@@ -86,12 +91,6 @@ def join_job(
     assert store is not None
     flight = FlightRecorder()
     if run.parallel.check_collectives:
-        if worker.rank == 0 and run.parallel.zero == 3:
-            _log.warning(
-                "parallel.check_collectives=true with parallel.zero=3: the collectives that "
-                "torch's FSDP2 launches to gather weights and sum gradients are not compared, nor "
-                "listed when a rank hangs. Set parallel.zero=1 to compare all of them."
-            )
         flight.compare = Fingerprints(
             clone_store(store), worker.rank, partial(name_rank, grid)
         ).compare
@@ -107,7 +106,7 @@ def join_job(
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
-    with watching(watch):
+    with watching(watch), noting_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
         world_group = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
         try:
             check_consistent_settings(flatten(run), world_group)

@@ -18,6 +18,7 @@ from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun, load_run
 from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import (
@@ -49,6 +50,7 @@ from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import Checkpointer, Evaluator
 from megalith.train.callbacks.health_check import HealthCheck
+from megalith.train.callbacks.heartbeat import HeartbeatWriter, writing_heartbeat
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -70,6 +72,7 @@ from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
 from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
+from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.replica_groups import (
     Coordinator,
@@ -107,6 +110,7 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
+    heartbeat: RankHeartbeat | None = None,
     starts: StartLog | None = None,
     coordinator: Coordinator | None = None,
 ) -> Outcome:
@@ -115,8 +119,9 @@ def run_training(
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job. `starts`: records this start and its exit; by default in the folder,
-    without an older checkpoint after failed starts.
+    batch system ends the job. `heartbeat`: of this rank, if another process checks it. `starts`:
+    records this start and its exit; by default in the folder, without an older checkpoint after
+    failed starts.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -130,9 +135,11 @@ def run_training(
     callbacks = [*load_installed_callbacks(run.train.callbacks), *callbacks]
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
+    heartbeat = heartbeat or RankHeartbeat()
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     starts = starts or StartLog(folder.path, rank=mesh.world.rank)
     with (
+        writing_heartbeat(heartbeat, run, folder, mesh),
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
         starts.record_failure(),
@@ -149,7 +156,9 @@ def run_training(
                 progress.print_line(line)
         _open_checkpoints(folder.checkpoints, mesh, shared=run.replica_group is not None)
         try:
-            prepared = PreparedRun(run, folder, mesh, device, progress.print_line, starts)
+            prepared = PreparedRun(
+                run, folder, mesh, device, progress.print_line, starts, heartbeat
+            )
         except Exception as error:
             if is_out_of_memory(error):
                 at = "while its weights and optimizer state were allocated or loaded"
@@ -335,6 +344,7 @@ class TrainLoop:
             [
                 self.events,  # first, so that its times contain no other callback
                 self.run_requests,  # its on_end runs last, when profiles are written
+                HeartbeatWriter(),
                 self.replica_check,
                 self.health_check,
                 RunFiles(),
@@ -344,6 +354,7 @@ class TrainLoop:
                 ExpertLoadMetrics(),
                 BatchMetrics(),
                 self.fault_detector,
+                *([] if run.observe.straggler_check_every is None else [StragglerDetector()]),
                 self.stop_requests,
                 self.evaluator,
                 self.checkpointer,
@@ -360,8 +371,13 @@ class TrainLoop:
         self._skipped_steps = frozenset(run.train.skip_steps)
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
+        self.heartbeat = prepared.heartbeat
         self.view = RunView(
-            prepared, progress.print_line, self.callbacks.request, self.events.record
+            prepared,
+            progress.print_line,
+            self.callbacks.request,
+            self.events.record,
+            self.heartbeat.beat,
         )
         self._group_state = RunState(prepared, self.callbacks, self.batch_schedule)
 
@@ -581,7 +597,8 @@ class TrainLoop:
         """
         self._phase = "while an earlier checkpoint was restored"
         self._drain_save()
-        roll_back(self.prepared, self.callbacks.combine_rollback_plans())
+        with self.heartbeat.within("load"):
+            roll_back(self.prepared, self.callbacks.combine_rollback_plans())
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()
@@ -604,7 +621,7 @@ class TrainLoop:
             return
         self._phase = f"during evaluation after step {step}"
         self.callbacks.notify("before_evaluate", step)
-        with self.timers.section("evaluate"):
+        with self.heartbeat.within("evaluate"), self.timers.section("evaluate"):
             results = self.evaluator.evaluate(names)
         metrics: StepMetrics = {"step": step, **self.callbacks.section_times("evaluate")}
         for name, result in results.items():
@@ -621,10 +638,18 @@ class TrainLoop:
             self.checkpointer.leave_to_other_group()
             return
         self._phase = f"while step {self.prepared.state.step} was saved"
-        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("drain", step=self.view.step),
+        ):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
-        with self.timers.section("save"), self.events.section("save", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save", step=self.view.step),
+        ):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
@@ -633,13 +658,21 @@ class TrainLoop:
         if not self.local_checkpointer.is_due():
             return
         self._phase = f"while step {self.prepared.state.step} was saved locally"
-        with self.timers.section("save"), self.events.section("save_local", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save_local", step=self.view.step),
+        ):
             self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""
         self._phase = "while the save in flight was completed"
-        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("drain", step=self.view.step),
+        ):
             result = self.checkpointer.drain()
         self._notify_save(result)
 

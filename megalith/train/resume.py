@@ -59,6 +59,7 @@ from megalith.hf.pretrained import (
     with_master_weights,
     with_optimizer,
 )
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.machine import peak_memory_gib
 from megalith.optim.schedule import batch_size_factor, learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
@@ -285,13 +286,15 @@ class PreparedRun:
         device: torch.device,
         print_line: Callable[[str], None],
         starts: StartLog | None = None,
+        heartbeat: RankHeartbeat | None = None,
     ) -> None:
         """Build the trainer and load the folder's newest checkpoint, or what `checkpoint.load`
         names. Collective over the mesh.
 
         `print_line`: receives each line about what was loaded, on every rank. `starts`: records
-        this start, and may choose an older checkpoint.
+        this start, and may choose an older checkpoint. `heartbeat`: records progress.
         """
+        self.heartbeat = heartbeat or RankHeartbeat()
         self.run, self.folder, self.mesh, self.print_line = run, folder, mesh, print_line
         self.memory_before_gib = peak_memory_gib(device)
         """Memory of the process before it holds the data, the weights and the optimizer state."""
@@ -584,7 +587,8 @@ class PreparedRun:
         """Load the initial weights and state; return the error if the run's own checkpoint,
         `saved`, is damaged."""
         try:
-            self._load(saved)
+            with self.heartbeat.within("load"):
+                self._load(saved)
         except DamagedCheckpointError as error:
             if saved is None or error.path != saved.path:
                 # the user has named this checkpoint, so there is no fallback
@@ -691,6 +695,7 @@ class PreparedRun:
             rules=rules,
             purpose="start" if resets_optimizer else "resume",
             vocab_size=run.model.vocab_size if padded else None,
+            report_progress=self.heartbeat.beat,
         )
         # A folder without config.yaml was not compared by list_changed_settings.
         if saved_run is not None:

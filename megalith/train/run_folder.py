@@ -109,6 +109,12 @@ class RunFolder:
         return self.path / "logs" / f"rank_{rank:05d}.txt"
 
     @property
+    def heartbeats(self) -> Path:
+        """Longest times without a heartbeat by section and number of ranks, from which timeouts are
+        learned."""
+        return self.path / "heartbeats.json"
+
+    @property
     def metrics(self) -> Path:
         """Metrics: one JSON object per logged step."""
         return self.path / "metrics.jsonl"

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megalith.checkpoint.save import SaveReport
+from megalith.checkpoint.save import SaveReport, ignore_progress
 from megalith.config.fields import Plain, field_types, range_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun
 from megalith.config.tree import build_section, to_dict
@@ -114,6 +114,10 @@ class RunView:
 
     record_event: RecordEvent = ignore_event
     """Writes an event with its fields to events.jsonl; on rank 0."""
+
+    report_progress: Callable[[], None] = ignore_progress
+    """Records that this rank makes progress. A callback whose method runs for longer than a minute
+    calls it from time to time; otherwise the rank may be killed as one that hangs."""
 
     @property
     def config(self) -> TrainRun:

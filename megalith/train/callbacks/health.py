@@ -102,7 +102,10 @@ class Evaluator(Callback):
         prepared = self._run.prepared
         return {
             name: self._suites[name].evaluate(
-                prepared.trainer.pipeline_model, prepared.masks(), prepared.tokenizer
+                prepared.trainer.pipeline_model,
+                prepared.masks(),
+                prepared.tokenizer,
+                lambda _num_samples: self._run.report_progress(),
             )
             for name in names
         }
@@ -263,7 +266,7 @@ class Checkpointer(Callback):
         if self._saver is None or self._saver.pending_step is None:
             return None
         step = self._saver.pending_step
-        return self._count(self._saver.drain(), step, final=False)
+        return self._count(self._saver.drain(self._run.report_progress), step, final=False)
 
     def drain_before_save(self) -> SaveReport | CheckpointError | None:
         """Wait for the asynchronous save in flight, because another one is due; log the waiting
@@ -431,6 +434,7 @@ class Checkpointer(Callback):
                     config_text=config_text,
                     auxiliary_files=auxiliary_files,
                     retention=retention,
+                    report_progress=self._run.report_progress,
                 )
         except CheckpointError as error:
             result = error
