@@ -81,7 +81,7 @@ from megalith.train.replica_groups import (
     ReplicaGroups,
     connect_coordinator,
 )
-from megalith.train.resume import CALLBACKS, PreparedRun, TrainState
+from megalith.train.resume import CALLBACKS, PreparedRun
 from megalith.train.rollback import roll_back
 from megalith.train.run_folder import (
     RunFolder,
@@ -91,6 +91,7 @@ from megalith.train.run_folder import (
     remove_new_folder_on_error,
 )
 from megalith.train.starts import StartLog
+from megalith.train.state import TrainState
 from megalith.train.step import (
     StepRequest,
     create_zero_sums,

@@ -225,7 +225,10 @@ def test_settings_that_change_no_weights_may_differ_between_groups(tmp_path: Pat
         ({"train.balance_rows": "true"}, "Set train.balance_rows=false."),
         ({"train.skip_steps": "[2]"}, "train.skip_steps=[2] with replica_group"),
         ({"train.tokens_per_microbatch": "24"}, "Set train.tokens_per_microbatch=none."),
-        ({"fault_detector.spike": "rerun"}, "fault_detector.spike=rerun with replica_group: a step"),
+        (
+            {"fault_detector.spike": "rerun"},
+            "fault_detector.spike=rerun with replica_group: a s",
+        ),
         ({"fault_detector.rerun_every": "5"}, "Set fault_detector.rerun_every=0."),
     ],
 )
