@@ -3,7 +3,43 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megalith.config.fields import Example, Ge, Le
+from megalith.config.fields import Example, Ge, Gt, Le, Lt
+
+DeltaDtype = Literal["fp32", "bf16", "int8"]
+"""Dtype in which groups send how far their weights have moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DilocoConfig:
+    """DiLoCo: groups train on their own for some steps, then an outer optimizer moves the weights
+    of all groups by the mean of their changes."""
+
+    sync_every: Annotated[int, Ge(1)] = 100
+    """Inner steps between two synchronizations of a parameter."""
+
+    outer_lr: Annotated[float, Gt(0)] = 0.7
+    """Learning rate of the outer optimizer, SGD with Nesterov momentum."""
+
+    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Momentum of the outer optimizer. 0, with outer_lr 1: local SGD."""
+
+    num_fragments: Annotated[int, Ge(1)] = 1
+    """Parts of the model, divided by layers, that are synchronized one after the other within
+    `sync_every` steps (streaming DiLoCo)."""
+
+    fragment_delay: Annotated[int, Ge(0)] = 0
+    """Steps that continue while a fragment is exchanged, before the result is applied."""
+
+    fragment_mixing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Part of a group's own weights that is kept when the result of a fragment is applied."""
+
+    delta_dtype: DeltaDtype = "fp32"
+    """Dtype of the changes that are sent. fp32: that of the master weights; bf16; int8: with a
+    scale per block of `int8_block_size`. What rounding removes is added to the next change (error
+    feedback)."""
+
+    int8_block_size: Annotated[int, Ge(8)] = 256
+    """Elements per scale of int8 changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,4 +69,7 @@ class ReplicaGroupConfig:
     evaluation take, and shorter than parallel.timeout_seconds."""
 
     mode: Literal["sync", "diloco"] = "sync"
-    """sync: gradients are summed over the groups in every step. diloco: not available yet."""
+    """sync: gradients are summed over the groups in every step. diloco: groups train on their own
+    shares of the samples, and synchronize weights every `diloco.sync_every` steps."""
+
+    diloco: DilocoConfig = DilocoConfig()

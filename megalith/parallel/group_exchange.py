@@ -60,6 +60,14 @@ class GroupExchange(Protocol):
             GroupExchangeError: a peer is gone; the tensors hold undefined values.
         """
 
+    def all_gather(self, data: Tensor) -> list[Tensor]:
+        """Return `data` (uint8 [nbytes], of equal size in all groups) of every group, in ring
+        order.
+
+        Raises:
+            GroupExchangeError: a peer is gone.
+        """
+
     def close(self) -> None:
         """Close the connections, so that a sum in progress fails in all groups."""
 
@@ -261,6 +269,22 @@ class RingExchange:
         except BaseException:
             self.close()  # the peers fail at once
             raise
+
+    def all_gather(self, data: Tensor) -> list[Tensor]:
+        """Return the data of every group, which goes around the ring; see `GroupExchange`."""
+        gathered = [data if n == self.index else data.new_empty(0) for n in range(self.num_groups)]
+        try:
+            for hop in range(self.num_groups - 1):
+                source = (self.index - hop - 1) % self.num_groups
+                sent = gathered[(source + 1) % self.num_groups]
+                gathered[source] = torch.empty_like(data)
+                for start in range(0, data.numel(), PIECE_NBYTES):
+                    piece = slice(start, start + PIECE_NBYTES)
+                    self._send_and_receive(sent[piece], gathered[source][piece])
+        except BaseException:
+            self.close()  # the peers fail at once
+            raise
+        return gathered
 
     def close(self) -> None:
         """Close the connections; a sum in progress fails in all groups."""

@@ -416,6 +416,11 @@ UNUSED: tuple[Unused, ...] = (
         "it belongs to schedule.style=wsd",
     ),
     Unused(
+        ("replica_group.diloco",),
+        lambda run, world: run.replica_group is None or run.replica_group.mode != "diloco",
+        "it belongs to replica_group.mode=diloco",
+    ),
+    Unused(
         ("offload.min_numel",),
         lambda run, world: run.offload.layers == 0,
         "with offload.layers=0 nothing is offloaded",

@@ -18,6 +18,7 @@ from megalith.config.observe import observe_problems, profile_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
+from megalith.config.replica_group import DilocoConfig
 from megalith.config.train import CALLBACK_GROUP, TrainRun, ema_problems, suite_problems
 from megalith.errors import did_you_mean, raise_all
 from megalith.launch.coordinator_protocol import parse_address
@@ -221,10 +222,8 @@ def replica_group_problems(run: TrainRun) -> list[str]:
             f"replica_group.max_groups={group.max_groups} is smaller than replica_group.min_groups="
             f"{group.min_groups}. Set replica_group.max_groups to {group.min_groups} or more."
         )
-    if group.mode != "sync":
-        problems.append(
-            f"replica_group.mode={group.mode} is not available yet. Set replica_group.mode=sync."
-        )
+    if group.mode == "diloco":
+        problems += _diloco_problems(group.diloco)
     if group.timeout_seconds >= run.parallel.timeout_seconds:
         problems.append(
             f"replica_group.timeout_seconds={group.timeout_seconds:g} is not shorter than "
@@ -268,6 +267,25 @@ def _fault_action_problems(run: TrainRun) -> list[str]:
         for name, (value, rejected, other) in actions.items()
         if value in rejected
     ]
+
+
+def _diloco_problems(diloco: DilocoConfig) -> list[str]:
+    """Return the messages of DiLoCo's fragments."""
+    name, every = "replica_group.diloco", diloco.sync_every
+    if diloco.num_fragments > every:
+        return [
+            f"{name}.num_fragments={diloco.num_fragments} with {name}.sync_every={every}: at most "
+            f"one fragment is synchronized after a step. Set {name}.num_fragments to at most "
+            f"{every}."
+        ]
+    distance = every // diloco.num_fragments
+    if diloco.fragment_delay >= distance:
+        return [
+            f"{name}.fragment_delay={diloco.fragment_delay}: the next fragment is sent after "
+            f"{distance} steps ({name}.sync_every={every} / num_fragments={diloco.num_fragments}), "
+            f"before this one is applied. Set {name}.fragment_delay to at most {distance - 1}."
+        ]
+    return []
 
 
 def _replicated_router_problems(run: TrainRun) -> list[str]:

@@ -74,6 +74,7 @@ from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
+from megalith.train.diloco import DilocoSync
 from megalith.train.replica_groups import (
     Coordinator,
     FinishedRunCheck,
@@ -381,6 +382,10 @@ class TrainLoop:
             self.heartbeat.beat,
         )
         self._group_state = RunState(prepared, self.callbacks, self.batch_schedule)
+        self.diloco: DilocoSync | None = None
+        """Rounds between replica groups that train on their own; None: other runs."""
+        if groups is not None and groups.is_diloco:
+            self.diloco = DilocoSync(prepared.trainer, groups, self._group_state)
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
@@ -388,7 +393,7 @@ class TrainLoop:
         if self.groups is not None and step < prepared.run.train.steps:
             self._phase = "while the replica groups connected"
             try:
-                self.groups.enter(self._group_state)
+                self._enter_groups()
             except FinishedRunError:
                 return self._describe_finished_run()
             step = prepared.state.step
@@ -455,6 +460,8 @@ class TrainLoop:
             if StepRequest.ROLLBACK in finished.result.requests:
                 loader = self._roll_back()
                 continue
+            if self.diloco is not None:
+                loader = self._synchronize(self.diloco, loader)
             self._phase = f"in callbacks after step {state.step}"
             metrics = self.callbacks.after_step(finished)
             if self.view.is_logged(finished.step):
@@ -533,7 +540,7 @@ class TrainLoop:
                 weight_decay=rates.weight_decay,
                 hooks=self.callbacks,
                 groups=rates.groups,
-                replica_groups=self.groups,
+                replica_groups=self.groups if self.diloco is None else None,
                 step=state.step + 1,
             )
             if result.is_committed:
@@ -551,15 +558,35 @@ class TrainLoop:
         if self.groups is None:
             return self.prepared.build_loader()
         while not self.groups.build_loader(self.prepared.build_loader):
-            self.groups.enter(self._group_state)
+            self._enter_groups()
         return self.groups.loader
+
+    def _enter_groups(self) -> None:
+        """Begin the next epoch of the replica groups."""
+        assert self.groups is not None, "the run has replica groups"
+        self.groups.enter(self._group_state if self.diloco is None else self.diloco.state)
+        if self.diloco is not None:
+            self.diloco.catch_up()
+
+    def _synchronize(self, diloco: DilocoSync, loader: Loader) -> Loader:
+        """Send and apply the weights that are due after a step, and return the loader of the next
+        steps. If this group has missed rounds, it continues from the state of another one."""
+        step, self._phase = self.prepared.state.step, "while the replica groups synchronized"
+        with self.timers.section("grad_reduce"):
+            has_entered = diloco.after_step()
+        if not has_entered:
+            return loader
+        loader = self._build_loader()
+        if self.prepared.state.step != step:
+            self.callbacks.after_rollback(self.prepared.state.step)
+        return loader
 
     def _enter_epoch(self) -> Loader:
         """Begin the next epoch of the replica groups, and return its loader. If this group has
         missed steps, it continues from the state of another one."""
         assert self.groups is not None, "the run has replica groups"
         step, self._phase = self.prepared.state.step, "while the replica groups connected"
-        self.groups.enter(self._group_state)
+        self._enter_groups()
         loader = self._build_loader()
         if self.prepared.state.step != step:
             self.callbacks.after_rollback(self.prepared.state.step)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar, cast
 
@@ -222,6 +222,7 @@ class ReplicaGroups:
         """Number of committed steps."""
         self._last_updated = False
         self._exchange: RingExchange | None = None
+        self._exchange_thread: ThreadPoolExecutor | None = None
         self._epoch: Epoch | None = None
         self._next_epoch: Epoch | None = None
         self._counts: list[float] | None = None
@@ -235,6 +236,11 @@ class ReplicaGroups:
         self.share = SINGLE_GROUP
         self.samples: tuple[int, ...] | None = None
         """Samples of the next step that no group has computed yet; None: all."""
+
+    @property
+    def is_diloco(self) -> bool:
+        """Whether groups train on their own between synchronizations of the weights."""
+        return self.config.mode == "diloco"
 
     @property
     def changes_epoch(self) -> bool:
@@ -264,17 +270,19 @@ class ReplicaGroups:
                 self._epoch = self._take_epoch(state.step)
                 self._close_exchange()
                 succeeds = self._open_epoch(self._epoch, state)
-            if succeeds and self._catch_up is not None:
+            if succeeds and self._catch_up is not None and self.is_diloco:
+                succeeds = self._load_state(self._catch_up, state)
+            elif succeeds and self._catch_up is not None:
                 succeeds = self._catch_up_while_others_train(self._catch_up, state)
             if not succeeds:
                 self._vote(self._step + 1, ok=False)
             elif self._catch_up is None and not self.changes_epoch:
                 break
         assert self._epoch is not None, "an epoch has begun"
-        names = ", ".join(self._active)
+        names = self._epoch.participants if self.is_diloco else self._active
         self._print_line(
-            f"step {state.step}: epoch {self._epoch.number} with {len(self._active)} replica "
-            f"group{'s' * (len(self._active) > 1)}: {names}"
+            f"{'round' if self.is_diloco else 'step'} {state.step}: epoch {self._epoch.number} "
+            f"with {len(names)} replica group{'s' * (len(names) > 1)}: {', '.join(names)}"
         )
 
     def _take_epoch(self, step: int) -> Epoch:
@@ -372,7 +380,9 @@ class ReplicaGroups:
         num_known, *rest = holdings[2 * groups :]
         counts = rest[: state.num_counts]
         self._counts = [value / num_known for value in counts] if num_known else None
-        if self.config.id in active:
+        if self.is_diloco:  # a group that loads a state trains from here on, too
+            self.share = GroupShare(epoch.participants.index(self.config.id), groups)
+        elif self.config.id in active:
             self.share = GroupShare(active.index(self.config.id), len(active))
             kept = rest[state.num_counts :][: state.batch_size]
             self.samples = list_missing_samples(kept) if any(kept) else None
@@ -496,7 +506,7 @@ class ReplicaGroups:
         """Build the loader of the steps of this epoch; return False if another epoch must be
         entered first."""
         self._loader = build(self.share, self.samples)
-        if self._counts is not None:
+        if self._counts is not None or self.is_diloco:
             return True
         vector = torch.tensor(self._loader.peek_counts(), dtype=torch.float64)
         exchange = self._exchange
@@ -519,6 +529,8 @@ class ReplicaGroups:
         """Return the batches of this group in the next step, with the counts of the global
         batch."""
         batches = self.loader.next()
+        if self.is_diloco:  # normalized by the labels of this group
+            return replace(batches, num_microbatches=None)
         train = self.run.train
         samples = tuple(range(state.batch_size)) if self.samples is None else self.samples
         assignment = GroupAssignment(
@@ -621,6 +633,47 @@ class ReplicaGroups:
         self._step += 1
         self._counts, self._joins = list(sums.counts), set(sums.joins)
 
+    # --- rounds of DiLoCo
+
+    def start_exchange(self, work: Callable[[RingExchange], T]) -> "Future[T]":
+        """Start an exchange of this rank with the same rank of the other groups on a thread. Not
+        collective; one at a time."""
+        exchange = self._exchange
+        assert exchange is not None, "an epoch has begun"
+        if self._exchange_thread is None:
+            self._exchange_thread = ThreadPoolExecutor(1, thread_name_prefix="group-exchange")
+        return self._exchange_thread.submit(work, exchange)
+
+    def finish_exchange(self, future: "Future[T]") -> T | None:
+        """Return the result of an exchange; None if a group was lost on any rank."""
+        results: list[T] = []
+        is_complete = self._succeeds_on_all_ranks(lambda: results.append(future.result()))
+        return results[0] if is_complete else None
+
+    def commit_round(self, number: int, *, ok: bool) -> bool:
+        """Vote about synchronization `number`, and return whether all participants apply it."""
+        is_committed = self._vote(number, ok=ok)
+        self._step += is_committed
+        return is_committed
+
+    def _load_state(self, progress: _CatchUp, state: GroupState) -> bool:
+        """Wait for the state of another group, and continue from it; return False if it was
+        lost."""
+        wait([progress.future])
+        self._catch_up = None
+        if not self._all_ranks(progress.future.exception() is None):
+            _log.warning("state transfer failed: %s", progress.future.exception())
+            self._close_exchange()
+            return False
+        before = state.step
+        state.adopt(progress.future.result().state)
+        self._is_complete = True
+        self._print_line(
+            f"round {before}: loaded the state of round {state.step} from replica group "
+            f"{progress.source}"
+        )
+        return True
+
     def _copy(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the gradients, in memory that is used again after a commit."""
         copies, self._spare = self._spare, []
@@ -679,8 +732,9 @@ class ReplicaGroups:
         self._loading.shutdown(wait=False, cancel_futures=True)
         if self._coordinator is not None:
             self._coordinator.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._exchange_thread):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
 
     # --- within the group
 
@@ -775,7 +829,11 @@ def _broadcast_json(
 
 UNCOMPARED_SETTINGS = (
     "name",
-    "replica_group.",
+    "replica_group.coordinator",
+    "replica_group.id",
+    "replica_group.max_groups",
+    "replica_group.min_groups",
+    "replica_group.timeout_seconds",
     "checkpoint.",
     "observe.",
     "profile.",

@@ -61,6 +61,7 @@ from megalith.hf.pretrained import (
 )
 from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.machine import peak_memory_gib
+from megalith.optim.diloco import OUTER_ROLES, START
 from megalith.optim.schedule import batch_size_factor, learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
@@ -645,6 +646,11 @@ class PreparedRun:
             self.hf_source = loaded.hf_source
             self.print_line(f"starting from {rules.load}")
 
+        source = saved or self.checkpoint_source
+        continues = rules.load_mode != "progress" or saved is not None
+        if self.trainer.outer is not None and not (continues and _has_outer_state(source)):
+            self.trainer.outer.reset()  # the first round starts from these weights
+
     def _weights(self) -> list[CheckpointEntry]:
         """Return the entries of the weights and master weights, without optimizer moments."""
         return [
@@ -675,6 +681,8 @@ class PreparedRun:
             )
         resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
         entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
+        if not _has_outer_state(saved):
+            entries = [entry for entry in entries if entry.role not in OUTER_ROLES]
         # list_changed_settings has compared the model with that of a local checkpoint.
         saved_run = (
             None
@@ -827,6 +835,12 @@ class PreparedRun:
             tokenizer=self.tokenizer,
             tokenizer_path=run.tokenizer.path,
         )
+
+
+def _has_outer_state(checkpoint: Checkpoint | None) -> bool:
+    """Return whether a checkpoint has the state of DiLoCo's outer optimizer."""
+    prefix = f"optimizer.{START}."
+    return checkpoint is not None and any(key.startswith(prefix) for key in checkpoint.keys())  # noqa: SIM118 - not a mapping
 
 
 def needs_initial_weights(run: TrainRun) -> bool:

@@ -15,6 +15,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch, StepBatches
 from megalith.errors import CallbackError, DataError
 from megalith.observe.timers import Timers
+from megalith.optim.diloco import OuterOptimizer
 from megalith.optim.ema import WeightEMA
 from megalith.optim.optimizers import (
     LossScale,
@@ -79,6 +80,9 @@ class Trainer:
     ema: WeightEMA | None = None
     """Moving average of the weights, which the last of `weight_updates` updates; None: there is
     none."""
+
+    outer: OuterOptimizer | None = None
+    """Outer optimizer of DiLoCo; None: replica groups, if any, sum gradients."""
 
     write_guard: WriteGuard = field(default_factory=WriteGuard)
     """Must be awaited before weights or optimizer state are written."""

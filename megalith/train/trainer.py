@@ -19,6 +19,7 @@ from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import BuildContext, build_context, init_param_
 from megalith.observe.machine import DTYPES
 from megalith.observe.timers import Timers
+from megalith.optim.diloco import OuterOptimizer
 from megalith.optim.ema import EMA, WeightEMA
 from megalith.optim.optimizers import (
     SGD,
@@ -202,6 +203,9 @@ def build_trainer(
         [(param.shard, param.weight) for param in data.local_params], run.optim, rates
     )
     ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)
+    outer = None
+    if run.replica_group is not None and run.replica_group.mode == "diloco":
+        outer = OuterOptimizer(optimizer.slots, run.replica_group.diloco)
     return Trainer(
         run,
         mesh,
@@ -213,6 +217,7 @@ def build_trainer(
         find_first_replicas((param.shard for param in data.local_params), mesh),
         _list_weight_updates(run, optimizer, ema),
         ema,
+        outer,
     )
 
 
@@ -306,6 +311,8 @@ def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
             tensors["master"] = slot.master
         if trainer.ema is not None:
             tensors[EMA] = trainer.ema.averages[number]
+        if trainer.outer is not None:
+            tensors |= trainer.outer.list_state(number)
         is_writer = is_first_replica(slot.shard, coordinates)
         entries += [
             CheckpointEntry(slot.shard, role, tensor, is_writer) for role, tensor in tensors.items()
