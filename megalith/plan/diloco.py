@@ -14,7 +14,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def find_fragment(name: str, num_fragments: int) -> int:
-    """Return the fragment of a parameter: layers are dealt out in turn (strided); what belongs to
+    """Return the fragment of a parameter: layers are assigned in turn (strided); what belongs to
     no layer is in the last fragment.
 
     >>> [find_fragment(name, 2) for name in ("layers.0.mlp.down", "layers.3.norm", "embed.weight")]
