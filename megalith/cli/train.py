@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
+    from megalith.launch.launcher import Failure
     from megalith.train.callbacks.base import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
@@ -45,6 +47,10 @@ class TrainCommand:
     callback: tuple[str, ...] = ()
     """Callbacks of the run, each package.module:Class (docs/howto/callbacks.md)."""
 
+    reset_attempts: bool = False
+    """Do not count earlier starts of the run that failed; after several with the same cause, a run
+    is not started."""
+
     print_config: bool = False
     """Print every setting with its value and its source, and do not train."""
 
@@ -65,11 +71,32 @@ def main(argv: list[str]) -> int:
         print_settings(command.recipe, overrides)
         return 0
     run = resolve_run(command.recipe, overrides)
-    if must_start_workers(run, command.nproc):
+    starts_workers = must_start_workers(run, command.nproc)
+    if command.reset_attempts:
+        _reset_attempts(run, command)
+    if starts_workers:
         from megalith.launch.launcher import run_workers
 
-        return run_workers(["train", *argv], command.nproc)
+        return run_workers(
+            ["train", *argv], command.nproc, on_failure=partial(_record_failure, run, command)
+        )
     return _train(resolve_recompute(run), _select_folder(run, command), command.callback)
+
+
+def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
+    """Make earlier starts of the run not count; in the first process of the job only."""
+    from megalith.launch.launcher import LAUNCHER
+    from megalith.train.start_records import reset_attempts
+
+    if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0":
+        reset_attempts(_select_folder(run, command))
+
+
+def _record_failure(run: TrainRun, command: TrainCommand, failure: "Failure", code: int) -> None:
+    """Write into the folder of the run why its ranks have ended."""
+    from megalith.train.start_records import record_failure_of_launch
+
+    record_failure_of_launch(_select_folder(run, command), failure, code)
 
 
 def print_settings(recipe: str, overrides: Mapping[str, Override]) -> None:
@@ -136,6 +163,7 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     from megalith.train.loop import run_training
     from megalith.train.resume import build_checked_tokenizer
     from megalith.train.run_folder import RunFolder
+    from megalith.train.starts import StartLog
 
     build_checked_tokenizer(run)  # before the folder is created and other ranks wait
     callbacks = load_callbacks(callback_names)
@@ -148,6 +176,7 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
             job.device,
             callbacks=callbacks,
             job_end_time=job_end_time,
+            starts=StartLog(path, rank=job.mesh.world.rank, escalates=True, environment=os.environ),
         )
         first = job.first
     if first:

@@ -253,13 +253,15 @@ def run_workers(
     *,
     command: Sequence[str] = (sys.executable, "-m", "megalith"),
     environment: Mapping[str, str] = os.environ,
+    on_failure: Callable[[Failure, int], None] | None = None,
 ) -> int:
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
     Rank 0 uses the terminal; the output of the others is stored and shown if they fail. When one
     fails the others get SIGTERM after a second and SIGKILL 5 s later. The first SIGINT, SIGTERM or
     SIGHUP to this process is forwarded, so that the ranks save and stop; a second one kills them.
-    The ranks end when this process ends in any way.
+    The ranks end when this process ends in any way. `on_failure` receives the failure that came
+    first, and the exit code of the job.
 
     Returns:
         0 when all are done, 75 when they stopped after a save, 76 when they stopped because of a
@@ -271,7 +273,7 @@ def run_workers(
         traceback or exit status of the rank that failed first; then a line for each other.
     """
     with _launch_folder() as folder:
-        ranks = _LocalRanks([*command, *argv], nproc, folder, environment)
+        ranks = _LocalRanks([*command, *argv], nproc, folder, environment, on_failure=on_failure)
         with _signals_to(ranks):
             try:
                 ranks.start()
@@ -414,6 +416,8 @@ class _LocalRanks:
     """When the first rank was found to have failed; after that the others are ended."""
     sent_sigterm: bool = False
     """Whether SIGTERM has been sent."""
+    on_failure: Callable[[Failure, int], None] | None = None
+    """Receives the failure that came first, and the exit code of the job."""
 
     def start(self) -> None:
         """Start every rank."""
@@ -518,8 +522,12 @@ class _LocalRanks:
                     f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n"
                 )
                 sys.stderr.flush()
+            self._report_interrupt(128 + self.signals[0])
             return 128 + self.signals[0]
         first = sort_failures(failures)[0]
+        if self.on_failure is not None:
+            is_user_error = codes[first.rank] == USER_ERROR
+            self.on_failure(first, USER_ERROR if is_user_error else FAULT)
         if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
@@ -533,6 +541,11 @@ class _LocalRanks:
         )
         printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
         raise RankError(f"{report}\noutput of rank {first.rank}:\n{printed}" if printed else report)
+
+    def _report_interrupt(self, code: int) -> None:
+        if self.on_failure is not None:
+            text = f"interrupted by {signal.Signals(self.signals[0]).name}"
+            self.on_failure(Failure(0, text, text, time.monotonic_ns()), code)
 
     def _failure(self, rank: int) -> Failure | None:
         """Return how a rank failed; None if the launcher ended it."""

@@ -84,7 +84,7 @@ def plant_in_process(rank: int, world: int, folder: Path, kind: str, by_timer: b
     [
         ("exception", "RuntimeError: this error was planted by fault_injector.kind=exception"),
         ("kill", "was killed by signal 9 (SIGKILL)"),
-        ("segfault", "was killed by signal 11 (SIGSEGV)"),
+        pytest.param("segfault", "was killed by signal 11 (SIGSEGV)", marks=pytest.mark.slow),
     ],
 )
 def test_fault_of_a_process_ends_its_rank(tmp_path: Path, kind: str, text: str) -> None:
@@ -95,12 +95,16 @@ def test_fault_of_a_process_ends_its_rank(tmp_path: Path, kind: str, text: str) 
     assert (fault["kind"], fault["step"], fault["host"]) == (kind, 1, socket.gethostname())
 
 
+@pytest.mark.slow
 def test_fault_after_seconds_occurs_outside_of_steps(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="was killed by signal 9"):
         run_ranks(plant_in_process, 1, tmp_path, "kill", True)
 
 
-@pytest.mark.parametrize("kind", ["stop", "hang", "hang_with_gil"])
+@pytest.mark.parametrize(
+    "kind",
+    ["hang", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stop", "hang_with_gil"))],
+)
 def test_hanging_rank_does_not_return(tmp_path: Path, kind: str) -> None:
     with pytest.raises(RankError) as error:
         run_ranks(plant_in_process, 1, tmp_path, kind, False, timeout=0.7)
@@ -147,8 +151,8 @@ class Gradients(Callback):
     ("target", "times", "wrong_steps"),
     [
         ("gradient", 1, {3}),
-        ("gradient", 0, {3, 4}),
-        ("activation", 1, {3}),
+        pytest.param("gradient", 0, {3, 4}, marks=pytest.mark.slow),
+        pytest.param("activation", 1, {3}, marks=pytest.mark.slow),
         ("moment", 1, {4}),  # the update of step 3 spreads it
     ],
 )
@@ -206,6 +210,7 @@ def _train_ranks(rank: int, world: int, path: Path) -> None:
     run_training(run, RunFolder(path), mesh, CPU, show=False)
 
 
+@pytest.mark.slow
 def test_one_fault_occurs_once_over_all_starts(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 was killed by signal 9"):
         run_ranks(_train_ranks, 2, tmp_path / "run")
@@ -214,7 +219,10 @@ def test_one_fault_occurs_once_over_all_starts(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("section", ["backward", "evaluate", "save"])
+@pytest.mark.parametrize(
+    "section",
+    ["save", *(pytest.param(each, marks=pytest.mark.slow) for each in ("backward", "evaluate"))],
+)
 def test_fault_of_a_section_occurs_there(tmp_path: Path, section: str) -> None:
     more = {"train.eval_steps": "1", "train.eval_every": "2"}
     run = tiny_run(fault_settings(kind="exception", step=1, section=section) | more)
