@@ -53,6 +53,11 @@ class FaultDetectorConfig:
     """Rollback: number of samples after the step of the fault that are skipped, in addition to
     those from the checkpoint to that step."""
 
+    suspect_steps: Annotated[int, Ge(0)] = 20
+    """Steps after a resume from a local checkpoint in which a NaN or infinite value makes the run
+    repeat them from the newest persistent checkpoint, once, before any cause is sought: a copy may
+    have been damaged."""
+
     max_rollbacks: Annotated[int, Ge(0)] = 3
     """Rollbacks within 1,000 steps after which another one ends the run with exit code 2."""
 

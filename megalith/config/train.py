@@ -85,7 +85,7 @@ class LoopConfig:
 
     skip_steps: tuple[int, ...] = ()
     """Steps, counted from 1, whose samples are read without training on them. They change neither
-    the weights nor the schedules."""
+    the weights nor the schedules, and stay skipped after a rollback."""
 
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Rows per microbatch of one rank; a rank with more rows per step uses gradient

@@ -468,6 +468,14 @@ class BucketedDataParallel:
             for grid, tensors in weights_by_grid.items()
         ]
 
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return all trained weights under ZeRO, where each rank updates slices of them."""
+        if not self.divided:
+            return []
+        return [
+            (shard, weight.data) for shard, weight in zip(self.shards, self.parameters, strict=True)
+        ]
+
     # --- layout
 
     def _find_runs(

@@ -191,6 +191,10 @@ class FullyShardedDataParallel:
             held[shard.grid].append(rows)
         return [(byte_checksum(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
 
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return none: weights are gathered for the time in which they are used."""
+        return []
+
     def _free(self) -> None:
         for unit in self.units:
             unit.free()

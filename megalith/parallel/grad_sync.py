@@ -333,6 +333,10 @@ class GradSync(Protocol):
         """Return sums over the bytes of this rank's weights, each with the ranks on which it must
         be equal."""
 
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return the weights that forward reads and of which this rank updates only slices; valid
+        after `wait_params`. Empty if weights are updated, or gathered, where they are used."""
+
 
 Parameters = Sequence[tuple[Shard, nn.Module, str]]
 """Shard, module and attribute name of each parameter."""
@@ -448,6 +452,14 @@ def sum_bits(tensor: Tensor) -> Tensor:
         [part.sum(dtype=torch.int64) for part in parts if part.numel()]
         or [values.new_zeros((), dtype=torch.int64)]
     ).sum()
+
+
+def byte_checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a sum over the bits of each tensor; the host waits for the device once."""
+    if not tensors:
+        return []
+    sums = torch.stack([sum_bits(tensor.contiguous()) for tensor in tensors])
+    return [int(each) for each in sums.tolist()]
 
 
 def tp_reduce_axes(shard: Shard) -> tuple[str, ...]:

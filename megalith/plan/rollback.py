@@ -1,15 +1,16 @@
 """Rollbacks: which checkpoint a run returns to after bad steps, and which samples it skips; no
 torch.
 
-Skipped samples are consumed without a step that trains on them, so the order of the others does not
-change. Batch-size schedule and dropout count only the samples that are not skipped, so a run after
-a rollback equals one whose data never contained the skipped samples.
+Skipped samples are consumed without a step that trains on them, so the order of the others does
+not change. Batch-size schedule and dropout count only the samples that are not skipped, so a run
+after a rollback equals one whose data never contained the skipped samples.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
+from megalith.config.fault_detection import FaultDetectorConfig
 from megalith.plan.batch_schedule import BatchSizeSchedule
 
 
@@ -24,7 +25,24 @@ class RollbackPlan:
     """Last step whose samples must be skipped; at most the step that requests the rollback."""
 
     reason: str = ""
-    """Why the samples are skipped, for skipped.jsonl; empty: the callbacks that requested it."""
+    """Why the samples are skipped, for skipped.jsonl; empty: a callback requested it."""
+
+    skips_samples: bool = True
+    """False: the samples are good, so the steps are repeated with them."""
+
+
+def combine_plans(plans: Sequence[RollbackPlan]) -> RollbackPlan | None:
+    """Return one plan for several faults: one that repeats steps with their samples, if there is
+    one, because then a machine is at fault; else the steps of all. None if there are no plans.
+
+    >>> combine_plans([RollbackPlan(7, 8), RollbackPlan(5, 5, "loss spike")])
+    RollbackPlan(first_bad_step=5, last_bad_step=8, reason='loss spike', skips_samples=True)
+    """
+    if not plans:
+        return None
+    chosen = [plan for plan in plans if not plan.skips_samples] or plans
+    earliest = min(chosen, key=lambda plan: plan.first_bad_step)
+    return replace(earliest, last_bad_step=max(plan.last_bad_step for plan in chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +75,7 @@ class SkippedSamples:
         return type(self)(tuple(sorted([*apart, (first, end)])))
 
     def merge(self, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the ranges with other ones added."""
+        """Return the ranges together with others."""
         merged = self
         for first, end in ranges:
             merged = merged.add(first, end)
@@ -76,6 +94,14 @@ class SkippedSamples:
                 break
             position += end - first
         return position
+
+    def locate_end(self, number: int) -> int:
+        """Return the end of the first `number` samples that are not skipped."""
+        return self.locate(number - 1) + 1 if number else 0
+
+
+NO_SAMPLES = SkippedSamples()
+"""No skipped samples."""
 
 
 def count_read(skipped: SkippedSamples, consumed: int) -> int:
@@ -135,27 +161,41 @@ def choose_checkpoint(
 def plan_skipped_range(
     schedule: BatchSizeSchedule,
     skipped: SkippedSamples,
-    plan: RollbackPlan,
     *,
-    step: int,
     consumed: int,
+    num_steps: int,
     skip_samples_past_spike: int,
 ) -> tuple[int, int]:
-    """Return the samples to skip, first and end: those after the checkpoint of `step` to the last
+    """Return the samples to skip, first and end: those of the steps from the checkpoint to the last
     bad step, and at least `skip_samples_past_spike` more, up to the end of a step.
 
-    consumed: samples that the checkpoint's run had consumed; skipped: ranges that were skipped in
-    the steps since then.
+    consumed: samples that the checkpoint's run had consumed; num_steps: steps that read samples
+    since then, up to the last bad step; skipped: ranges that were skipped in the meantime.
 
     >>> schedule = BatchSizeSchedule(starts=(0,), sizes=(4,))
     >>> plan_skipped_range(
-    ...     schedule, SkippedSamples(), RollbackPlan(12, 13), step=10, consumed=40,
-    ...     skip_samples_past_spike=5,
+    ...     schedule, SkippedSamples(), consumed=40, num_steps=3, skip_samples_past_spike=5
     ... )
     (40, 60)
     """
-    end = advance(schedule, skipped, consumed=consumed, num_steps=plan.last_bad_step - step)
+    end = advance(schedule, skipped, consumed=consumed, num_steps=num_steps)
     least = end + skip_samples_past_spike
     while end < least:
         end = advance(schedule, skipped, consumed=end, num_steps=1)
     return consumed, end
+
+
+def list_rollback_limits(settings: FaultDetectorConfig, step: int) -> tuple[int, ...]:
+    """Return the latest steps that rollbacks after step `step` may restore: one per kind of fault
+    that leads to a rollback.
+
+    >>> settings = FaultDetectorConfig(spike="rollback", replica_check_every=30)
+    >>> list_rollback_limits(settings, 270)
+    (171, 240)
+    """
+    limits = []
+    if "rollback" in (settings.nonfinite, settings.spike, settings.model_fault):
+        limits.append(step + 1 - settings.rollback_steps)
+    if every := settings.replica_check_every:
+        limits.append((step - 1) // every * every)  # the last comparison without a difference
+    return tuple(limits)

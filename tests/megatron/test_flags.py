@@ -251,6 +251,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "fault_detector.rollback_steps",
         "fault_detector.skip_samples_past_spike",
         "fault_detector.max_rollbacks",
+        "fault_detector.suspect_steps",
         "fault_detector.replica_check_every",
         "fault_detector.repair_replicas",
         "fault_detector.health_check_every",

@@ -29,7 +29,7 @@ from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.callbacks import health
+from megalith.train.callbacks import replicas
 from megalith.train.callbacks.base import (
     Callback,
     CallbackList,
@@ -520,11 +520,11 @@ def _starts_apart(rank: int, world: int) -> str:
     trainer = build_trainer(
         run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
     )
-    health.compare_replicas(trainer)
+    replicas.compare_replicas(trainer)
     with torch.no_grad():
         trainer.data.weights[0][3] += rank
     try:
-        health.compare_replicas(trainer)
+        replicas.compare_replicas(trainer)
     except CheckpointError as error:
         return str(error)
     return "no error"

@@ -42,6 +42,7 @@ from megalith.optim.schedule import GroupRates
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.rollback import RollbackPlan, combine_plans
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import RERUNS, SaveCounts, StepHooks, StepRequest, StepResult, StepStats
@@ -169,6 +170,10 @@ class Callback:
 
     essential = False
     """Whether an error on any rank ends the run on all ranks, after the next step."""
+
+    rollback_plan: RollbackPlan | None = None
+    """Steps to undo when this callback requests a rollback, set before the request on any rank;
+    None: the newest checkpoint is restored, and the samples since then are skipped."""
 
     @dataclass(frozen=True)
     class Config:
@@ -382,8 +387,18 @@ class CallbackList(StepHooks):
         times = [seconds for seconds in gathered if isinstance(seconds, dict)]
         return summarize_times(times, world.ranks, num_steps=num_steps)
 
+    def combine_rollback_plans(self) -> RollbackPlan | None:
+        """Return the plan of the callbacks of all ranks for the requested rollback; None if no
+        callback has one. Collective."""
+        own = [each.rollback_plan for each in self._callbacks.values()]
+        gathered = gather_objects([plan for plan in own if plan], self._run.mesh.world)
+        plans = [plan for each in gathered if isinstance(each, list) for plan in each]
+        return combine_plans(plans)
+
     def after_rollback(self, step: int) -> None:
         """Restore the states of callbacks as of step `step`, and notify them."""
+        for callback in self._callbacks.values():
+            callback.rollback_plan = None
         self._step, states = step, self._run.prepared.callback_states
         self._requests.clear()  # they are about discarded steps
         self._num_timed_steps = 0

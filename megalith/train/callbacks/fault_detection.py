@@ -38,7 +38,7 @@ from megalith.plan.fault_policy import (
 from megalith.plan.rollback import RollbackPlan
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
-from megalith.train.start_records import append_record, read_records
+from megalith.train.start_records import read_records
 from megalith.train.starts import SUSPECTS
 from megalith.train.step import (
     MAX_RERUNS,
@@ -74,6 +74,49 @@ def read_suspect_exits(folder: Path) -> tuple[SuspectExit, ...]:
     return tuple(SuspectExit(step, frozenset(each)) for (step, _), each in hosts.items())
 
 
+def record_suspects(
+    run: RunView,
+    *,
+    index: int,
+    machine: tuple[str, str],
+    fields: Mapping[str, Any],  # Any: JSON
+    reason: str,
+    exits: bool,
+) -> None:
+    """Append the machine of one rank to `suspects.jsonl`; on rank 0.
+
+    index: of the rank among all ranks; machine: host and device; fields: time, step and kind of the
+    fault; exits: whether the run ends because of it.
+    """
+    rank, (host, device), grid = run.mesh.world.ranks[index], machine, run.mesh.grid
+    coordinates = grid.coordinates(rank)
+    axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in coordinates]
+    record = {
+        **fields,
+        "rank": rank,
+        "host": host,
+        "device": device,
+        "coordinates": {axis: coordinates[axis] for axis in axes},
+        "reason": reason,
+        "exits": exits,
+    }
+    append_record(run.folder.path / SUSPECTS, record)
+
+
+def find_suspect_start(run: RunView) -> int | None:
+    """Return the step at which a run has resumed from a local checkpoint, if a persistent one could
+    be loaded instead; else None. Collective."""
+    if not run.prepared.is_resumed_locally:
+        return None
+    folder, step = run.folder.checkpoints, run.step
+
+    def has_persistent() -> bool:
+        return any(each <= step for each in list_complete_checkpoints(folder))
+
+    exists = raise_on_all_ranks(lambda: run.is_writer and has_persistent(), run.mesh.world)[0]
+    return step if exists else None
+
+
 def name_machine(device: torch.device) -> tuple[str, str]:
     """Return the host and the device of this rank."""
     if device.type == "cpu":
@@ -94,8 +137,6 @@ class FaultDetector(Callback):
     def __init__(self) -> None:
         self.diverged = False
         """Whether the last step that had labels was divergent."""
-        self.rollback_plan: RollbackPlan | None = None
-        """Steps of the rollback that this callback requests."""
         self.suspect: str | None = None
         """Why the run must continue on other machines; None: it need not."""
         self._history = StepHistory()
@@ -111,6 +152,8 @@ class FaultDetector(Callback):
         """Whether each run of the step passes the checks."""
         self._is_diagnosing = False
         """Whether this callback repeats the step."""
+        self._local_start: int | None = None
+        """Step of the local checkpoint that the run has resumed from, and that may be damaged."""
         self._decided: StepRequest | None = None
         """The action after a last rerun, whose result is used."""
         self._skip_reason: str | None = None
@@ -132,6 +175,7 @@ class FaultDetector(Callback):
         self._dp_groups = [
             [index[rank] for rank in group] for group in run.mesh.grid.groups(("dp",))
         ]
+        self._local_start = find_suspect_start(run)
         exits = read_suspect_exits(run.folder.path) if run.is_writer else ()
         gathered: list[Any] = gather_objects((*name_machine(run.device), exits), world)
         self._machines = [(host, device) for host, device, _ in gathered]
@@ -166,7 +210,7 @@ class FaultDetector(Callback):
         self._step, self._failed_check, self._spikes = step, None, ()
         self._decided = self._skip_reason = self.rollback_plan = None
         self._passes = []
-        optim, consumed = self._run.config.optim, self._run.prepared.state.consumed_samples
+        optim, consumed = self._run.config.optim, self._run.prepared.state.read_samples
         settings = [self._schedule.get_batch_size(consumed), optim.kind, optim.plugin]
         if settings != [*self._history_settings]:
             self._history, self._history_settings = self._history.without_values(), settings
@@ -263,12 +307,29 @@ class FaultDetector(Callback):
             return StepRequest.RERUN if self._is_diagnosing else StepRequest.NONE
         action: FaultAction = self._config.spike
         if kind == "nonfinite":
+            if self._plan_reload():
+                return StepRequest.ROLLBACK
             action = self._config.nonfinite or "rerun"
         if action == "rerun":
             self._is_diagnosing = True
             self._run.log(f"step {self._step}: {self._first_fault}; repeating the step")
             return StepRequest.RERUN
         return self._execute(choose_first_action(action), stats, self._first_fault)
+
+    def _plan_reload(self) -> bool:
+        """Plan to repeat the steps since a local checkpoint from a persistent one, if the local one
+        may have been damaged; return whether it may. Only once."""
+        start, num_steps = self._local_start, self._config.suspect_steps
+        if start is None or self._step > start + num_steps:
+            return False
+        self._local_start = None
+        reason = (
+            f"{self._first_fault} within fault_detector.suspect_steps={num_steps} steps after the "
+            f"local checkpoint of step {start}"
+        )
+        self._run.log(f"step {self._step}: {reason}; reloading a persistent checkpoint")
+        self.rollback_plan = RollbackPlan(start + 1, self._step, reason, skips_samples=False)
+        return True
 
     def _execute(self, action: Action, stats: StepStats, reason: str) -> StepRequest:
         """Return the request of an action, and log why; `reason`: the fault and its cause.
@@ -344,23 +405,16 @@ class FaultDetector(Callback):
             return  # the model is taken to be at fault
         if not self._run.is_writer:
             return
-        now, grid = round(time.time(), 3), self._run.mesh.grid
+        fields = {"time": round(time.time(), 3), "step": self._step, "kind": diagnosis.cause}
         for index in diagnosis.ranks:
-            rank, (host, device) = self._run.mesh.world.ranks[index], self._machines[index]
-            coordinates = grid.coordinates(rank)
-            axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in coordinates]
-            record = {
-                "time": now,
-                "step": self._step,
-                "kind": diagnosis.cause,
-                "rank": rank,
-                "host": host,
-                "device": device,
-                "coordinates": {axis: coordinates[axis] for axis in axes},
-                "reason": self._first_fault or "comparison of reruns",
-                "exits": action == "exit",
-            }
-            append_record(self._run.folder.path / SUSPECTS, record)
+            record_suspects(
+                self._run,
+                index=index,
+                machine=self._machines[index],
+                fields=fields,
+                reason=self._first_fault or "comparison of reruns",
+                exits=action == "exit",
+            )
 
     def _write_differences(self, local_params: Sequence[ShardedParam]) -> None:
         """Append the differences of all gradients between two runs to `rerun_stats.jsonl`, one line

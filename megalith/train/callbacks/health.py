@@ -1,5 +1,5 @@
 """Health of a run (fault tolerance): checkpoints and evaluations, and how the loop executes them;
-detection of NaN or infinite parameters; the check that replicas start from equal weights.
+detection of NaN or infinite parameters.
 """
 
 import logging
@@ -19,38 +19,23 @@ from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
 from megalith.optim.ema import EMA
-from megalith.parallel.grad_sync import byte_checksum
-from megalith.parallel.group import gather_objects, raise_on_all_ranks
+from megalith.parallel.group import raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.plan.rollback import list_rollback_limits
 from megalith.storage import max_file_nbytes
 from megalith.train.callbacks.base import Callback, Outcome, RunView, StepMetrics
 from megalith.train.callbacks.fault_detection import FaultDetector
+from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import (
     SaveCounts,
     StepRequest,
-    Trainer,
 )
 from megalith.train.suites import Suite, SuiteResult, TextSuite, check_metric_names, open_suite
 from megalith.train.trainer import checkpoint_entries
 
 _log = logging.getLogger(__name__)
-
-
-class ReplicaCheck(Callback):
-    """Checks that ranks with copies of the same weights start from equal values."""
-
-    collective = True
-
-    def on_start(self, run: RunView) -> None:
-        """Compare replicas and pipeline stages.
-
-        Raises:
-            CheckpointError: on every rank, naming the ranks that differ.
-        """
-        compare_replicas(run.prepared.trainer)
-        compare_stages(run.prepared.trainer)
 
 
 def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
@@ -71,56 +56,6 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
     return sorted(
         {entry.shard.name for entry, good in zip(weights, finite, strict=True) if not good}
     )
-
-
-def compare_replicas(trainer: Trainer) -> None:
-    """Check that data-parallel ranks start from equal weights: keyed random numbers may differ
-    between machine types.
-
-    Raises:
-        CheckpointError: on every rank, naming the ranks that differ.
-    """
-    for checksum, group in trainer.data.checksums():
-        checksums = gather_objects(checksum, group)
-        if len(set(checksums)) > 1:
-            different_ranks = [
-                rank
-                for rank, value in zip(group.ranks, checksums, strict=True)
-                if value != checksums[0]
-            ]
-            raise CheckpointError(
-                f"ranks {different_ranks} start from other weights than rank {group.ranks[0]}. Use "
-                "machines of one type, or set checkpoint.load to weights that all of them read."
-            )
-
-
-def compare_stages(trainer: Trainer) -> None:
-    """Check that pipeline stages that share an embedding table start from equal copies.
-
-    Raises:
-        CheckpointError: on every rank of the pipeline, naming the table and the stages.
-    """
-    local_checksums = {
-        param.shard.name: byte_checksum([param.weight])
-        for param in trainer.data.local_params
-        if len(param.shard.stages) > 1
-    }
-    stage_checksums = [
-        checksums
-        for checksums in gather_objects(local_checksums, trainer.mesh.pp)
-        if isinstance(checksums, dict)
-    ]
-    for name in sorted({name for checksums in stage_checksums for name in checksums}):
-        values = {
-            rank: checksums[name]
-            for rank, checksums in enumerate(stage_checksums)
-            if name in checksums
-        }
-        if len(set(values.values())) > 1:
-            raise CheckpointError(
-                f"{name} is not the same on pipeline ranks {list(values)}, which share it. Use "
-                "machines of one type, or set checkpoint.load to weights that all of them read."
-            )
 
 
 # --- checkpoints and evaluations: when they are due, and how the loop executes them
@@ -185,9 +120,11 @@ class Checkpointer(Callback):
     essential = True
     collective = True
 
-    def __init__(self, fault_detector: FaultDetector, lock: RunLock | None) -> None:
+    def __init__(
+        self, fault_detector: FaultDetector, replica_check: ReplicaCheck, lock: RunLock | None
+    ) -> None:
         """`lock`: this process's lock of the run folder, on rank 0."""
-        self._fault_detector, self._lock = fault_detector, lock
+        self._fault_detector, self.replica_check, self._lock = fault_detector, replica_check, lock
         self._num_failures = 0  # in a row
         self._num_waits = 0  # in a row
         self._has_failed_locally = False
@@ -371,9 +308,9 @@ class Checkpointer(Callback):
     def _changes_batch_size(self) -> bool:
         """Return whether the step after the current one has another batch size."""
         schedule = build_batch_schedule(self._run.config.train)
-        consumed = self._run.prepared.state.consumed_samples
-        size = schedule.get_batch_size(consumed)
-        return schedule.get_batch_size(consumed + size) != size
+        position = self._run.prepared.state.read_samples
+        size = schedule.get_batch_size(position)
+        return schedule.get_batch_size(position + size) != size
 
     def save(
         self,
@@ -393,7 +330,7 @@ class Checkpointer(Callback):
             DataError: parameters are NaN or infinite, which no further step would change.
         """
         step = self._run.step
-        if self.saved_step == step:
+        if self.saved_step == step or self.replica_check.differs:
             return None
         if self._fault_detector.diverged:
             if not self._is_delayed:
@@ -450,8 +387,13 @@ class Checkpointer(Callback):
         folder, step = run.folder.checkpoints, run.state.step
         config_text = run.tokenizer_files.config_text(run.run, ".")
         auxiliary_files = run.tokenizer_files.contents
-        best_steps = frozenset(() if self._best is None else self._best.values)
-        retention = Retention(keep.keep, keep.keep_every, run.state.last_update, best_steps)
+        retention = Retention(
+            keep.keep,
+            keep.keep_every,
+            run.state.last_update,
+            list_rollback_limits(run.run.fault_detector, step),
+            frozenset(() if self._best is None else self._best.values),
+        )
         result: SaveReport | CheckpointError | None = None
         try:
             # There is no training that the last save could overlap with.

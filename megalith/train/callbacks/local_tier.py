@@ -40,6 +40,7 @@ class LocalCheckpointer(Callback):
             and step < config.train.steps
             and step != self._checkpointer.saved_step
             and not self._fault_detector.diverged
+            and not self._checkpointer.replica_check.differs
         )
 
     def save(self, callback_states: Callable[[], dict[str, Any]]) -> None:  # Any: JSON
