@@ -38,7 +38,7 @@ from megalith.plan.fault_policy import (
 from megalith.plan.rollback import RollbackPlan
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
-from megalith.train.start_records import read_records
+from megalith.train.start_records import append_record, read_records
 from megalith.train.starts import SUSPECTS
 from megalith.train.step import (
     MAX_RERUNS,
