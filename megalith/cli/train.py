@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from megalith.train.callbacks.base import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
+SUSPECT = 76
+"""Exit code: a machine is at fault; the same command continues the run on other machines."""
+
+SUSPECT_HOSTS = "MEGALITH_SUSPECTS"
+"""Variable with the file to which the hosts of suspect machines are written, separated by commas,
+for the batch system (launch/slurm.sh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,8 @@ class TrainCommand:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit code: 0 done, 75 stopped after saving."""
+    """Run the command and return its exit code: 0 done, 75 stopped after saving, 76 stopped because
+    of a suspect machine."""
     rest, overrides = split_overrides(argv, TrainRun)
     if sum(word.partition("=")[0] == "--callback" for word in rest) > 1:
         raise ConfigError(
@@ -174,10 +181,26 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
         first = job.first
     if first:
         print(_describe_outcome(outcome, str(path), run), flush=True)
-    return 0 if outcome.kind == "done" else STOPPED
+        if outcome.kind == "suspect" and (file := os.environ.get(SUSPECT_HOSTS)):
+            _write_suspect_hosts(path, Path(file))
+    return {"done": 0, "stopped": STOPPED, "suspect": SUSPECT}[outcome.kind]
+
+
+def _write_suspect_hosts(folder: Path, file: Path) -> None:
+    """Write the hosts that a run in `folder` has excluded so far, as Slurm names its nodes."""
+    from megalith.train.callbacks.fault_detection import read_suspect_exits
+
+    hosts = {host.partition(".")[0] for each in read_suspect_exits(folder) for host in each.hosts}
+    file.write_text(",".join(sorted(hosts)) + "\n")
 
 
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
+    if outcome.kind == "suspect":
+        where = "saved" if outcome.saved else "not saved; the latest checkpoint is older"
+        return (
+            f"stopped before step {outcome.step + 1} ({outcome.reason}); {where}. Run the same "
+            f"command again on other machines: {folder}/suspects.jsonl lists the suspect hosts"
+        )
     if outcome.kind == "stopped" and not outcome.saved:
         return (
             f"stopped at step {outcome.step} ({outcome.reason}) without saving; run the same "

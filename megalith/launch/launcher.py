@@ -197,8 +197,12 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the file in which torchrun expects a rank's failure; the ranks of one machine share
 the parent of its folder."""
 
-USER_ERROR, FAULT, STOPPED = 2, 1, 75
-"""Exit codes: the user can fix it; internal error; stopped after a save."""
+USER_ERROR, FAULT, STOPPED, SUSPECT = 2, 1, 75, 76
+"""Exit codes: the user can fix it; internal error; stopped after a save; the same, and the run must
+continue on other machines."""
+
+ENDED = 0, STOPPED, SUSPECT
+"""Exit codes of ranks that have ended as planned."""
 
 NOTICE_SECONDS = 1.0
 """Time that the other ranks have to fail by themselves after one has, so that their errors are
@@ -260,8 +264,9 @@ def run_workers(
     first, and the exit code of the job.
 
     Returns:
-        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended
-        them before that, which is reported in one line on standard error.
+        0 when all are done, 75 when they stopped after a save, 76 when they stopped because of a
+        suspect machine, 128 + number when a signal ended them before that, which is reported in one
+        line on standard error.
 
     Raises:
         UserError: the message of the rank that failed first, if the user can fix it. RankError: the
@@ -466,7 +471,7 @@ class _LocalRanks:
         ]
         self.ended_ns |= dict.fromkeys(new, now)
         if self.failed_ns is None and any(
-            self.processes[rank].returncode not in (0, STOPPED) for rank in new
+            self.processes[rank].returncode not in ENDED for rank in new
         ):
             self.failed_ns = now
         self._end_the_rest(now)
@@ -505,10 +510,10 @@ class _LocalRanks:
     def outcome(self) -> int:
         """Return the exit code of the job, or raise the error that `run_workers` raises."""
         codes = [process.returncode for process in self.processes]
-        if all(code in (0, STOPPED) for code in codes):
+        if all(code in ENDED for code in codes):
             return max(codes)
         failure_by_rank = {
-            rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)
+            rank: self._failure(rank) for rank, code in enumerate(codes) if code not in ENDED
         }
         failures = [failure for failure in failure_by_rank.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):

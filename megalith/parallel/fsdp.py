@@ -35,6 +35,7 @@ from megalith.parallel.grad_sync import (
     byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
+    sum_bits,
     warn_unused_params,
 )
 from megalith.parallel.group import (
@@ -112,7 +113,7 @@ class FullyShardedDataParallel:
             )
         local_params_by_name: dict[str, ShardedParam] = {}
         for unit in self.units:
-            local_params_by_name |= unit.connect(places.get(id(unit), []), watch=watch)
+            local_params_by_name |= unit.connect(places.get(id(unit), []))
         self.sums.units = _in_backward_order(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _disable_prefetch(chunk)
@@ -125,6 +126,8 @@ class FullyShardedDataParallel:
         check_slices_consistent_across_ranks(self.local_params, mesh)
         self._shared_gradients = SharedGradients(self.local_params, mesh)
         self._warned_unused = False
+        self._watch = watch
+        self.record_local_gradients(bits=False, norms=False)
 
     def begin_step(self, microbatches: int) -> None:
         """Start a step of this many backward passes."""
@@ -159,10 +162,24 @@ class FullyShardedDataParallel:
 
     def nonfinite(self) -> list[str]:
         """Return the names of parameters whose gradient on this rank was NaN or infinite before the
-        reduction; needs `watch`."""
+        reduction."""
         return sorted(
             {name for unit in self.units for name, finite in unit.finite_flags if not bool(finite)}
         )
+
+    def record_local_gradients(self, *, bits: bool, norms: bool) -> None:
+        """Set what following steps record of this rank's gradients before they are reduced."""
+        for unit in self.units:
+            unit.records_bits, unit.records_norms = bits, norms or self._watch
+
+    def local_gradient_bits(self) -> list[Tensor]:
+        """Return the recorded sums over the bits of each message, in the order of the units."""
+        return [bits for unit in self.units for bits in unit.bits]
+
+    def local_gradient_norm(self) -> float:
+        """Return the norm of this rank's gradients before their reductions; 0 if not recorded."""
+        norms = [norm.double() for unit in self.units for norm in unit.norms]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
         """Return a sum over the bytes of this rank's rows of each grid; replicas have the same."""
@@ -173,6 +190,10 @@ class FullyShardedDataParallel:
         ):
             held[shard.grid].append(rows)
         return [(byte_checksum(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
+
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return none: weights are gathered for the time in which they are used."""
+        return []
 
     def _free(self) -> None:
         for unit in self.units:
@@ -219,21 +240,20 @@ class Unit:
         self.names: list[str] = []
         self.finite_flags: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless
-        watched."""
+        norms are recorded."""
+        self.bits: list[Tensor] = []
+        """Sums over the bits of the gradients of this step before they were summed."""
+        self.norms: list[Tensor] = []
+        """Norms of these gradients."""
+        self.records_bits = False
+        self.records_norms = False
         self._expected = 0
         self._rounds: dict[str, int] = {}
         self._parts: dict[str, Tensor] = {}
-        self._watch = False
 
-    def connect(
-        self,
-        parameters: Sequence[tuple[Shard, nn.Parameter]],
-        *,
-        watch: bool,
-    ) -> dict[str, ShardedParam]:
+    def connect(self, parameters: Sequence[tuple[Shard, nn.Parameter]]) -> dict[str, ShardedParam]:
         """Register hooks that accumulate the gradients of these parameters in one buffer. Returns
         name -> local parameter, without empty ones."""
-        self._watch = watch
         if not parameters:
             return {}
         weights = {shard.name: _local(parameter) for shard, parameter in parameters}
@@ -257,6 +277,8 @@ class Unit:
         """Start a step with this many gradients of each parameter."""
         self._expected, self._rounds = microbatches, dict.fromkeys(self.names, 0)
         self.finite_flags.clear()
+        self.bits.clear()
+        self.norms.clear()
 
     def unused(self) -> list[str]:
         """Return the names of parameters without a gradient in this step."""
@@ -278,11 +300,20 @@ class Unit:
     def add(self, shard: Shard, parameter: Tensor) -> None:
         """Add `parameter.grad` to the gradient."""
         assert parameter.grad is not None, shard.name
-        if self._watch:
+        if self.records_norms:
             self.finite_flags.append((shard.name, parameter.grad.isfinite().all()))
+        self.record(parameter.grad)
         self._put(shard.name, parameter.grad.flatten())
         parameter.grad = None
         self._start_ready_sums()
+
+    def record(self, message: Tensor) -> None:
+        """Record bits and norm of a gradient, or of a message of several, before its reduction."""
+        if self.records_bits:
+            self.bits.append(sum_bits(message.contiguous()))
+        if self.records_norms:
+            dtype = torch.float32 if message.element_size() < 4 else None
+            self.norms.append(torch.linalg.vector_norm(message, dtype=dtype))
 
     def _put(self, name: str, gradient: Tensor) -> None:
         """Add to the gradient; the first contribution of a step overwrites the old values."""
@@ -313,17 +344,12 @@ class ShardedUnit(Unit):
         assert isinstance(self.module, FSDPModule), self.module
         return self.module
 
-    def connect(
-        self,
-        parameters: Sequence[tuple[Shard, nn.Parameter]],
-        *,
-        watch: bool,
-    ) -> dict[str, ShardedParam]:
+    def connect(self, parameters: Sequence[tuple[Shard, nn.Parameter]]) -> dict[str, ShardedParam]:
         """Register FSDP2's custom collectives and hooks for these rows; the weights are FSDP2's
         local shards."""
         group = self.division.slices
         self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
-        local_params = super().connect(parameters, watch=watch)
+        local_params = super().connect(parameters)
         if not parameters:
             return local_params
         for shard, _ in parameters:
@@ -333,7 +359,7 @@ class ShardedUnit(Unit):
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in the reduction
         # otherwise the message depends on what forward used
         self.fsdp.set_reduce_scatter_unused_params(True)
-        self.fsdp.set_custom_reduce_scatter(ReduceGradients(group, self if watch else None))  # type: ignore[arg-type]  # the same
+        self.fsdp.set_custom_reduce_scatter(ReduceGradients(group, self))  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._take_reduced)
         return local_params
 
@@ -345,10 +371,11 @@ class ShardedUnit(Unit):
         """Reshard: keep this rank's rows only."""
         self.fsdp.reshard()
 
-    def check_finite(self, message: Tensor, ranks: int) -> None:
-        """Record where the gradients of all rows, [ranks, rows of each rank], are finite before
-        they are reduced."""
-        self._finite = message.view(ranks, -1).isfinite().all(0)
+    def record_message(self, message: Tensor, ranks: int) -> None:
+        """Record the gradients of all rows, [ranks, rows of each rank], before they are reduced."""
+        self.record(message)
+        if self.records_norms:
+            self._finite = message.view(ranks, -1).isfinite().all(0)
 
     def _take_reduced(self, message: Tensor) -> None:
         """Take the reduced gradients of one microbatch before FSDP2 casts them to the weights'
@@ -370,7 +397,7 @@ class ShardedUnit(Unit):
             padded_numel(shard, self.division.slices.size),
         )
         self._put(shard.name, self._sum[self._read : self._read + numel])
-        if self._finite is not None:
+        if self.records_norms and self._finite is not None:
             self.finite_flags.append(
                 (shard.name, self._finite[self._read : self._read + sent].all())
             )
@@ -423,8 +450,8 @@ class AllGatherParams:
 class ReduceGradients:
     """FSDP2's reduce-scatter, recorded in the flight recorder."""
 
-    def __init__(self, group: Group, watched_by: ShardedUnit | None) -> None:
-        self.group, self.watched_by = group, watched_by
+    def __init__(self, group: Group, unit: ShardedUnit) -> None:
+        self.group, self.unit = group, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory of a message."""
@@ -439,8 +466,7 @@ class ReduceGradients:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce-scatter the ranks' inputs."""
-        if self.watched_by is not None:
-            self.watched_by.check_finite(input_tensor, self.group.size)
+        self.unit.record_message(input_tensor, self.group.size)
         entry = record_collective(self.group, "reduce_scatter", input_tensor)
         work: dist.Work | None = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op

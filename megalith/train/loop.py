@@ -33,13 +33,10 @@ from megalith.train.callbacks.base import (
     load_installed_callbacks,
 )
 from megalith.train.callbacks.events import EventsWriter
+from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.fault_injector import FaultInjector
-from megalith.train.callbacks.health import (
-    Checkpointer,
-    Evaluator,
-    FaultDetector,
-    ReplicaCheck,
-)
+from megalith.train.callbacks.health import Checkpointer, Evaluator
+from megalith.train.callbacks.health_check import HealthCheck
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -58,11 +55,18 @@ from megalith.train.callbacks.metrics import (
     write_run_files,
 )
 from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
+from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
-from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.rollback import roll_back
+from megalith.train.run_folder import (
+    RunFolder,
+    list_changed_settings,
+    record_skipped_samples,
+    remove_new_folder_on_error,
+)
 from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
 
@@ -184,7 +188,9 @@ class TrainLoop:
         self.fault_detector = FaultDetector()
         self.stop_requests = StopRequests(job_end_time)
         self.evaluator = Evaluator()
-        self.checkpointer = Checkpointer(self.fault_detector, lock)
+        self.replica_check = ReplicaCheck()
+        self.health_check = HealthCheck()
+        self.checkpointer = Checkpointer(self.fault_detector, self.replica_check, lock)
         self.local_checkpointer = LocalCheckpointer(self.fault_detector, self.checkpointer)
         self.profiler = Profiler()
         lock_id = None if lock is None else lock.holder.id
@@ -194,7 +200,8 @@ class TrainLoop:
             [
                 self.events,  # first, so that its times contain no other callback
                 self.run_requests,  # its on_end runs last, when profiles are written
-                ReplicaCheck(),
+                self.replica_check,
+                self.health_check,
                 RunFiles(),
                 Throughput(),
                 *build_profiling_callbacks(run, prepared.mesh.world.size, self.profiler),
@@ -251,13 +258,19 @@ class TrainLoop:
         outcome = Outcome("done", num_steps)
         loader = self.prepared.build_loader()
         finished: FinishedStep | None = None
+        if self.health_check.suspect is not None:
+            saved = self.prepared.is_resumed
+            return Outcome("suspect", state.step, self.health_check.suspect, saved=saved)
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
-            if state.step + 1 in self._skipped_steps:
-                self._skip_step(loader)
+            if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
+                loader = self._skip_step(loader)
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
+            suspect = self.fault_detector.suspect or self.health_check.suspect
+            if suspect is not None:
+                return self._exit_for_other_machines(suspect)
             if StepRequest.STOP_NOW in finished.result.requests:
                 self._drain_save()
                 saved = self.checkpointer.saved_step == state.step
@@ -290,6 +303,20 @@ class TrainLoop:
         why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
         return replace(outcome, saved=False, reason=why)
 
+    def _exit_for_other_machines(self, reason: str) -> Outcome:
+        """Save the state before the discarded step, if it is valid, and return that the run must
+        continue on other machines."""
+        step = self.prepared.state.step
+        self.prepared.trainer.data.wait_params()
+        self._drain_save()
+        is_valid = self.fault_detector.is_state_valid()
+        if is_valid:
+            self._save(final=True)
+        else:
+            reason += "; its weights or optimizer state are wrong"
+        saved = is_valid and self.checkpointer.saved_step == step
+        return Outcome("suspect", step, reason, saved=saved)
+
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""
         run, state = self.prepared.run, self.prepared.state
@@ -309,33 +336,44 @@ class TrainLoop:
             groups=groups,
         )
         seconds = time.perf_counter() - started
-        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
+        num_samples = self.batch_schedule.get_batch_size(state.read_samples)
         if not result.is_discarded:
             state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
         return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)
 
-    def _skip_step(self, loader: Loader) -> None:
-        """Read the next step's samples without training on them (train.skip_steps)."""
+    def _skip_step(self, loader: Loader) -> Loader:
+        """Read the next step's samples without training on them (train.skip_steps), and return the
+        loader of the samples that follow."""
         state = self.prepared.state
         batches = loader.next()
-        state.skip_step(
-            samples=self.batch_schedule.get_batch_size(state.consumed_samples),
+        samples = state.skip_step(
+            samples=self.batch_schedule.get_batch_size(state.read_samples),
             tokens=batches.num_tokens,
         )
+        if self.prepared.is_writer:
+            record_skipped_samples(
+                self.prepared.folder,
+                samples,
+                step=state.step,
+                cause="train.skip_steps",
+                reason="train.skip_steps names the step",
+            )
         self.progress.print_line(
             f"step {state.step}: skipped, because train.skip_steps names it; the data continues at "
             f"sample {state.consumed_samples}"
         )
+        return self.prepared.build_loader()
 
     def _roll_back(self) -> Loader:
-        """Restore the newest checkpoint, and return the loader of the samples that follow.
+        """Restore the checkpoint that a callback's plan asks for, by default the newest one, and
+        return the loader of the samples that follow.
 
         The checkpoint is saved again with the new position in the data, so that a restart does not
         read the skipped samples either.
         """
-        self._phase = "while the newest checkpoint was restored"
+        self._phase = "while an earlier checkpoint was restored"
         self._drain_save()
-        self.prepared.roll_back()
+        roll_back(self.prepared, self.callbacks.combine_rollback_plans())
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()
