@@ -36,6 +36,10 @@ class TrainCommand:
     nproc: int = 1
     """Number of processes to start on this machine; omit under torchrun."""
 
+    restarts: int = 0
+    """How often the processes of --nproc are started again after a fault; they continue from the
+    newest checkpoint."""
+
     callback: tuple[str, ...] = ()
     """Callbacks of the run, each package.module:Class (docs/howto/callbacks.md)."""
 
@@ -58,11 +62,33 @@ def main(argv: list[str]) -> int:
         print_settings(command.recipe, overrides)
         return 0
     run = resolve_run(command.recipe, overrides)
-    if must_start_workers(run, command.nproc):
+    _check_restarts(command)
+    if must_start_workers(run, command.nproc, restarts=command.restarts):
         from megalith.launch.launcher import run_workers
 
-        return run_workers(["train", *argv], command.nproc)
+        return run_workers(["train", *argv], command.nproc, restarts=command.restarts)
     return _train(resolve_recompute(run), _select_folder(run, command), command.callback)
+
+
+def _check_restarts(command: TrainCommand) -> None:
+    """Check that this process can start the ranks again as often as --restarts says.
+
+    Raises:
+        ConfigError: the number is negative, or another launcher has started this rank.
+    """
+    from megalith.launch.launcher import LAUNCHER, in_worker
+
+    if command.restarts < 0:
+        raise ConfigError(
+            f"--restarts={command.restarts} must not be negative. Use the number of times that the "
+            "processes may be started again, or 0."
+        )
+    if command.restarts and in_worker(os.environ) and LAUNCHER not in os.environ:
+        raise ConfigError(
+            f"--restarts={command.restarts}: another launcher, such as torchrun, has started this "
+            "rank, and only that one can start it again. Use --restarts=0 and the launcher's own "
+            "option, such as --max-restarts of torchrun."
+        )
 
 
 def print_settings(recipe: str, overrides: Mapping[str, Override]) -> None:
@@ -85,8 +111,9 @@ def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
     return run_folder(run, command.run).path
 
 
-def must_start_workers(run: TrainRun, nproc: int) -> bool:
-    """Return whether this process only starts workers; the run is checked before that.
+def must_start_workers(run: TrainRun, nproc: int, *, restarts: int = 0) -> bool:
+    """Return whether this process only starts workers, because there are several or because they
+    may have to be started again; the run is checked before that.
 
     Raises:
         ConfigError: --nproc is below 1, or a rule is violated.
@@ -102,7 +129,7 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
         return False
     check_run(run, nproc)
     resolve_auto_recompute(run, nproc)
-    return nproc > 1
+    return nproc > 1 or restarts > 0
 
 
 def resolve_recompute(run: TrainRun) -> TrainRun:

@@ -123,6 +123,17 @@ def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProx
     return "\n".join(lines)
 
 
+def describe_in_a_line(failures: Sequence[Failure]) -> str:
+    """Describe the first of sorted failures in a line.
+
+    >>> describe_in_a_line([Failure(1, "was killed by signal 9 (SIGKILL)", "", 0)])
+    'rank 1 was killed by signal 9 (SIGKILL)'
+    """
+    first = failures[0]
+    verb = " " if first.summary.startswith(("was killed", "ended with")) else ": "
+    return f"rank {first.rank}{verb}{first.summary[:MAX_SUMMARY]}"
+
+
 def _with_traceback(failure: Failure) -> str:
     return f"rank {failure.rank} failed first:\n{failure.text}"
 
@@ -197,8 +208,19 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the file in which torchrun expects a rank's failure; the ranks of one machine share
 the parent of its folder."""
 
-USER_ERROR, FAULT, STOPPED = 2, 1, 75
-"""Exit codes: the user can fix it; internal error; stopped after a save."""
+USER_ERROR, FAULT, STOPPED, SUSPECT = 2, 1, 75, 76
+"""Exit codes: the user can fix it; internal error; stopped after a save; stopped because a machine
+is suspected to compute wrong values."""
+
+FINAL_CODES = frozenset({USER_ERROR, STOPPED, SUSPECT})
+"""Exit codes after which no rank is started again."""
+
+RESTART_DELAYS = (0.0, 10.0, 60.0)
+"""Seconds before the first, the second and each later job restart within an hour: a file system or
+a network that has failed needs time (training specification, 17.5)."""
+
+RESTART_WINDOW_SECONDS = 3600.0
+"""Time after which a job restart does not lengthen the delay before the next one."""
 
 NOTICE_SECONDS = 1.0
 """Time that the other ranks have to fail by themselves after one has, so that their errors are
@@ -206,6 +228,10 @@ reported, too."""
 
 GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL."""
+
+POLL_SECONDS = 0.05
+"""Time between two polls of the ranks, and so the delay of noticing an exit; a poll costs
+microseconds."""
 
 OUTPUT_SHOWN = 2000
 """Characters of the failed rank's own output that an error repeats."""
@@ -215,6 +241,9 @@ FOLDER_PREFIX = "megalith-launch-"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a job; the launcher forwards the first one to its ranks."""
+
+ENDING_SIGNALS = frozenset(-number for number in SIGNALS)
+"""Return codes of ranks that such a signal has ended."""
 
 FORWARDED_SIGNALS = (*SIGNALS, signal.SIGUSR1)
 """All signals that the launcher forwards: SIGUSR1 (train.sigusr1_action) as often as it comes."""
@@ -249,6 +278,8 @@ def run_workers(
     *,
     command: Sequence[str] = (sys.executable, "-m", "megalith"),
     environment: Mapping[str, str] = os.environ,
+    restarts: int = 0,
+    build_ranks: "Callable[[list[str], int, Path, Mapping[str, str]], LocalRanks] | None" = None,
 ) -> int:
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
@@ -256,6 +287,10 @@ def run_workers(
     fails the others get SIGTERM after a second and SIGKILL 5 s later. The first SIGINT, SIGTERM or
     SIGHUP to this process is forwarded, so that the ranks save and stop; a second one kills them.
     The ranks end when this process ends in any way.
+
+    restarts: how often all ranks are started again after a fault (a job restart); never after a
+    signal, an error that the user can fix, or a stop after a save. build_ranks: how they are
+    supervised, by default `LocalRanks`.
 
     Returns:
         0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended
@@ -265,16 +300,46 @@ def run_workers(
         UserError: the message of the rank that failed first, if the user can fix it. RankError: the
         traceback or exit status of the rank that failed first; then a line for each other.
     """
-    with _launch_folder() as folder:
-        ranks = _LocalRanks([*command, *argv], nproc, folder, environment)
-        with _signals_to(ranks):
+    build = build_ranks or LocalRanks
+    times: list[float] = []
+    while True:
+        with _launch_folder() as folder:
+            ranks = build([*command, *argv], nproc, folder, environment)
+            with _signals_to(ranks):
+                try:
+                    ranks.start()
+                    while ranks.watch():
+                        ranks.wait()
+                finally:  # an error in the launcher must not leave ranks running
+                    ranks.kill()
             try:
-                ranks.start()
-                while ranks.watch():
-                    time.sleep(0.05)  # delay of noticing an exit; a poll costs microseconds
-            finally:  # an error in the launcher must not leave ranks running
-                ranks.kill()
-        return ranks.outcome()
+                return ranks.outcome()
+            except RankError:
+                if len(times) >= restarts or not ranks.is_restartable():
+                    raise
+                cause = ranks.describe_cause()
+        delay = restart_delay(times, time.monotonic())
+        pause = f" in {delay:g} s" if delay else ""
+        print_launcher_line(f"{cause}; job restart {len(times) + 1} of {restarts}{pause}")
+        time.sleep(delay)
+        times.append(time.monotonic())
+
+
+def restart_delay(times: Sequence[float], now: float) -> float:
+    """Return the seconds to wait before a job restart; `times`: of the earlier ones.
+
+    >>> restart_delay([], 0.0), restart_delay([10.0], 20.0), restart_delay([10.0], 4000.0)
+    (0.0, 10.0, 0.0)
+    """
+    num_recent = sum(now - each < RESTART_WINDOW_SECONDS for each in times)
+    return RESTART_DELAYS[min(num_recent, len(RESTART_DELAYS) - 1)]
+
+
+def print_launcher_line(text: str) -> None:
+    """Print a line of the launcher on standard error."""
+    with suppress(OSError):  # after SIGHUP the terminal may be closed
+        sys.stderr.write(f"megalith: {text}\n")
+        sys.stderr.flush()
 
 
 def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
@@ -297,7 +362,7 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
             faulthandler.enable()  # a crash outside Python shows where it was
             signal.signal(signal.SIGINT, interrupt)
             signal.signal(signal.SIGUSR1, SignalRecorder())
-            # blocked by `_LocalRanks._start_rank`
+            # blocked by `LocalRanks._start_rank`
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         elif ERROR_FILE in environment:
             die_with_parent(os.getppid())
@@ -391,7 +456,7 @@ def _torchrun_record(failure: Failure) -> str:
 
 
 @dataclass(slots=True)
-class _LocalRanks:
+class LocalRanks:
     """Processes of the local ranks, as their parent sees them."""
 
     command: list[str]
@@ -418,32 +483,40 @@ class _LocalRanks:
 
     def _start_rank(self, rank: int, server: socket.socket) -> None:
         listener = (server.fileno(),) if rank == 0 else ()
-        with self._output(rank).open("wb") as output, _blocked_signals():
+        variables = {LISTENER: str(server.fileno())} if rank == 0 else {}
+        environment = self.build_environment(rank, server.getsockname()) | variables
+        self.processes.append(self.start_process(rank, environment, listener))
+
+    def start_process(
+        self, rank: int, environment: Mapping[str, str], pass_fds: tuple[int, ...]
+    ) -> "subprocess.Popen[bytes]":
+        """Start a process of a rank."""
+        with self._output(rank).open("ab") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command,
-                env=self._environment(rank, server),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,
-                pass_fds=listener,
+                pass_fds=pass_fds,
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
-        self.processes.append(process)
         received_during_start = [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]
         for number in received_during_start:
             process.send_signal(number)
+        return process
 
-    def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
+    def build_environment(self, rank: int, address: tuple[str, int]) -> dict[str, str]:
+        """Return the environment of a rank; `address`: of the store."""
         threads = str(threads_per_rank(available_cores(), self.nproc))
         # a laptop's host name may not resolve
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         defaults = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
-        values = (rank, self.nproc, rank, self.nproc, *server.getsockname())
+        values = (rank, self.nproc, rank, self.nproc, *address)
         rank_variables = {
             name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)
         }
-        rank_variables |= {LISTENER: str(server.fileno())} if rank == 0 else {}
         return {
             **defaults,
             **self.environment,
@@ -451,24 +524,34 @@ class _LocalRanks:
             LAUNCHER: f"{os.getpid()}:{self.folder}",
         }
 
-    def watch(self) -> bool:
-        """Poll every rank once, and end the rest when one has failed; return whether some rank
-        runs."""
-        now = time.monotonic_ns()
+    def wait(self) -> None:
+        """Wait until the next poll."""
+        time.sleep(POLL_SECONDS)
+
+    def find_exits(self, now: int) -> list[int]:
+        """Return the ranks that have ended since the last call."""
         new = [
             rank
             for rank, process in enumerate(self.processes)
             if rank not in self.ended_ns and process.poll() is not None
         ]
         self.ended_ns |= dict.fromkeys(new, now)
+        return new
+
+    def watch(self) -> bool:
+        """Poll every rank once, and end the rest when one has failed; return whether some rank
+        runs."""
+        now = time.monotonic_ns()
+        new = self.find_exits(now)
         if self.failed_ns is None and any(
             self.processes[rank].returncode not in (0, STOPPED) for rank in new
         ):
             self.failed_ns = now
-        self._end_the_rest(now)
+        self.end_the_rest(now)
         return len(self.ended_ns) < self.nproc
 
-    def _end_the_rest(self, now: int) -> None:
+    def end_the_rest(self, now: int) -> None:
+        """End the ranks that still run some time after one has failed."""
         if self.failed_ns is None:
             return
         waited = (now - self.failed_ns) / 1e9
@@ -503,16 +586,10 @@ class _LocalRanks:
         codes = [process.returncode for process in self.processes]
         if all(code in (0, STOPPED) for code in codes):
             return max(codes)
-        failure_by_rank = {
-            rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)
-        }
+        failure_by_rank = self._failures()
         failures = [failure for failure in failure_by_rank.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
-            with suppress(OSError):  # after SIGHUP the terminal may be closed
-                sys.stderr.write(
-                    f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n"
-                )
-                sys.stderr.flush()
+            print_launcher_line(f"interrupted by {signal.Signals(self.signals[0]).name}")
             return 128 + self.signals[0]
         first = sort_failures(failures)[0]
         if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
@@ -528,6 +605,29 @@ class _LocalRanks:
         )
         printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
         raise RankError(f"{report}\noutput of rank {first.rank}:\n{printed}" if printed else report)
+
+    def is_restartable(self) -> bool:
+        """Return whether the job has failed by a fault, after which it may be started again: no
+        signal, no error that the user can fix, and no stop after a save."""
+        failures = self._failures()
+        if self.signals or any(each.returncode in FINAL_CODES for each in self.processes):
+            return False
+        return not any(
+            failure is not None and self.processes[rank].returncode in ENDING_SIGNALS
+            for rank, failure in failures.items()
+        )
+
+    def describe_cause(self) -> str:
+        """Return the first failure as a line."""
+        return describe_in_a_line(sort_failures(each for each in self._failures().values() if each))
+
+    def _failures(self) -> dict[int, Failure | None]:
+        """Return how each rank failed that did; None if the launcher ended it."""
+        return {
+            rank: self._failure(rank)
+            for rank, process in enumerate(self.processes)
+            if process.returncode not in (0, STOPPED)
+        }
 
     def _failure(self, rank: int) -> Failure | None:
         """Return how a rank failed; None if the launcher ended it."""
@@ -624,7 +724,7 @@ def _blocked_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_to(ranks: _LocalRanks) -> Iterator[None]:
+def _signals_to(ranks: LocalRanks) -> Iterator[None]:
     """Handle the signals that would end this process with `crew`."""
     # Python handles signals in the main thread only
     if threading.current_thread() is not threading.main_thread():
