@@ -381,8 +381,8 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         elif isinstance(error, UserError):
             failure = replace(failure, text=str(error))  # without the traceback
         if launcher is not None:
-            _write_failure_record(failure, Path(launcher.partition(":")[2]))
-            _exit_now(
+            write_failure(failure, launcher)
+            exit_now(
                 USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT
             )
         if ERROR_FILE not in environment:
@@ -426,23 +426,24 @@ def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str
     """End this rank from any of its threads, with a failure that is recorded at once and reported
     once for all ranks."""
     if (launcher := environment.get(LAUNCHER)) is not None:
-        _write_failure_record(failure, Path(launcher.partition(":")[2]))
+        write_failure(failure, launcher)
     elif (file := environment.get(ERROR_FILE)) is not None:
         Path(file).write_text(_torchrun_record(failure))
     if launcher is None and failure.is_report:
         sys.stderr.write(f"megalith: {failure.text}\n")
     time.sleep(after_seconds)
-    _exit_now(FAULT)
+    exit_now(FAULT)
 
 
-def _write_failure_record(failure: Failure, folder: Path) -> None:
-    """Write the failure for `run_workers`."""
+def write_failure(failure: Failure, launcher: str) -> None:
+    """Write the failure for `run_workers`; `launcher`: value of the variable `LAUNCHER`."""
+    folder = Path(launcher.partition(":")[2])
     unfinished = folder / f"rank{failure.rank}.tmp"
     unfinished.write_text(json.dumps(asdict(failure)))
     unfinished.rename(folder / f"rank{failure.rank}.json")  # atomic: a record is complete or absent
 
 
-def _exit_now(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Exit at once: Python's cleanup could wait for ranks that have ended."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -486,12 +487,13 @@ class LocalRanks:
         variables = {LISTENER: str(server.fileno())} if rank == 0 else {}
         environment = self.build_environment(rank, server.getsockname()) | variables
         self.processes.append(self.start_process(rank, environment, listener))
+        self.forward_earlier_signals(self.processes[rank])
 
     def start_process(
         self, rank: int, environment: Mapping[str, str], pass_fds: tuple[int, ...]
     ) -> "subprocess.Popen[bytes]":
         """Start a process of a rank."""
-        with self._output(rank).open("ab") as output, _blocked_signals():
+        with self.output(rank).open("ab") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command,
@@ -502,10 +504,12 @@ class LocalRanks:
                 pass_fds=pass_fds,
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
-        received_during_start = [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]
-        for number in received_during_start:
-            process.send_signal(number)
         return process
+
+    def forward_earlier_signals(self, process: "subprocess.Popen[bytes]") -> None:
+        """Send a process the signals that were received while the ranks were started."""
+        for number in [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]:
+            process.send_signal(number)
 
     def build_environment(self, rank: int, address: tuple[str, int]) -> dict[str, str]:
         """Return the environment of a rank; `address`: of the store."""
@@ -586,13 +590,13 @@ class LocalRanks:
         codes = [process.returncode for process in self.processes]
         if all(code in (0, STOPPED) for code in codes):
             return max(codes)
-        failure_by_rank = self._failures()
+        failure_by_rank = self.failures()
         failures = [failure for failure in failure_by_rank.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
             print_launcher_line(f"interrupted by {signal.Signals(self.signals[0]).name}")
             return 128 + self.signals[0]
         first = sort_failures(failures)[0]
-        if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
+        if codes[first.rank] == USER_ERROR and self.record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
         report = describe(
@@ -603,13 +607,13 @@ class LocalRanks:
                 if failure_by_rank[rank] is None
             },
         )
-        printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
+        printed = self.output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
         raise RankError(f"{report}\noutput of rank {first.rank}:\n{printed}" if printed else report)
 
     def is_restartable(self) -> bool:
         """Return whether the job has failed by a fault, after which it may be started again: no
         signal, no error that the user can fix, and no stop after a save."""
-        failures = self._failures()
+        failures = self.failures()
         if self.signals or any(each.returncode in FINAL_CODES for each in self.processes):
             return False
         return not any(
@@ -619,9 +623,9 @@ class LocalRanks:
 
     def describe_cause(self) -> str:
         """Return the first failure as a line."""
-        return describe_in_a_line(sort_failures(each for each in self._failures().values() if each))
+        return describe_in_a_line(sort_failures(each for each in self.failures().values() if each))
 
-    def _failures(self) -> dict[int, Failure | None]:
+    def failures(self) -> dict[int, Failure | None]:
         """Return how each rank failed that did; None if the launcher ended it."""
         return {
             rank: self._failure(rank)
@@ -631,9 +635,9 @@ class LocalRanks:
 
     def _failure(self, rank: int) -> Failure | None:
         """Return how a rank failed; None if the launcher ended it."""
-        record, code = self._record(rank), self.processes[rank].returncode
-        if record.exists():
-            return Failure(**json.loads(record.read_text()))
+        if (recorded := self.read_record(rank)) is not None:
+            return recorded
+        code = self.processes[rank].returncode
         assert self.failed_ns is not None
         if code in (-signal.SIGTERM, -signal.SIGKILL) and self.ended_ns[rank] > self.failed_ns:
             return None
@@ -648,10 +652,17 @@ class LocalRanks:
         lost_peer = all(failure.is_consequence for failure in others)
         return not others or (lost_peer and len(others) < len(failures))
 
-    def _record(self, rank: int) -> Path:
+    def read_record(self, rank: int) -> Failure | None:
+        """Return the failure that a rank has recorded, if any."""
+        record = self.record(rank)
+        return Failure(**json.loads(record.read_text())) if record.exists() else None
+
+    def record(self, rank: int) -> Path:
+        """Return the file of a rank's failure record."""
         return self.folder / f"rank{rank}.json"
 
-    def _output(self, rank: int) -> Path:
+    def output(self, rank: int) -> Path:
+        """Return the file of a rank's output."""
         return self.folder / f"rank{rank}.txt"
 
 
@@ -725,7 +736,7 @@ def _blocked_signals() -> Iterator[None]:
 
 @contextmanager
 def _signals_to(ranks: LocalRanks) -> Iterator[None]:
-    """Handle the signals that would end this process with `crew`."""
+    """Handle the signals that would end this process with `ranks`."""
     # Python handles signals in the main thread only
     if threading.current_thread() is not threading.main_thread():
         yield

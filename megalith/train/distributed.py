@@ -1,7 +1,7 @@
 """Start of one rank: joins the process group, builds the mesh, and leaves the group at the end."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,11 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.launch.launcher import end_rank
+from megalith.launch.rounds import OpenedSockets, RestartClient
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
 from megalith.launch.worker import (
     Worker,
+    abort_device_groups,
     check_consistent_settings,
     clone_store,
     connect,
@@ -48,12 +50,16 @@ class Job:
 
 @contextmanager
 def join_job(
-    run: TrainRun, environment: Mapping[str, str], folder: Path | None = None
+    run: TrainRun,
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    client: RestartClient | None = None,
 ) -> Iterator[Job]:
     """Join the process group that a launcher described in `environment`, or run on one rank.
 
     A collective that takes longer than parallel.timeout_seconds ends this process, after a report
-    of all ranks' positions was written to `folder`.
+    of all ranks' positions was written to `folder`. `client`: of a rank that may be restarted in
+    place, which leaves the round instead.
 
     Raises:
         ConfigError: the run does not fit the number of ranks (all broken rules are listed), or
@@ -68,10 +74,44 @@ def join_job(
     if worker.world == 1:
         yield Job(build_single_rank_mesh(), worker.device)
         return
+    with _abortable(client, worker) as mark_connected:
+        yield from _join_ranks(run, worker, environment, folder, client, mark_connected)
+
+
+@contextmanager
+def _abortable(client: RestartClient | None, worker: Worker) -> Iterator[Callable[[], None]]:
+    """Let the launcher abort the round inside the context; yields a function to call when this rank
+    has opened all its connections to others."""
+    if client is None:
+        yield lambda: None
+        return
+    sockets = OpenedSockets()
+
+    def abort() -> None:
+        abort_device_groups(worker)
+        sockets.shut_down()
+
+    client.set_abort(abort)
+    try:
+        yield sockets.close_recording
+    finally:
+        client.set_abort(None)
+
+
+def _join_ranks(
+    run: TrainRun,
+    worker: Worker,
+    environment: Mapping[str, str],
+    folder: Path | None,
+    client: RestartClient | None,
+    mark_connected: Callable[[], None],
+) -> Iterator[Job]:
+    """Join the other ranks, and leave them at the end."""
     grid = model_grid(run.parallel, run.model, worker.world)
     if worker.rank == 0 and (problem := describe_slow_tp(grid, worker.local_world)) is not None:
         _log.warning(problem)
-    store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds)
+    prefix = "" if client is None else f"round{client.round.number}"
+    store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds, prefix=prefix)
     assert store is not None
     flight = FlightRecorder()
     if run.parallel.check_collectives:
@@ -90,21 +130,22 @@ def join_job(
         worker.rank,
         worker.world,
         run.parallel.timeout_seconds,
-        end=partial(end_rank, environment=environment),
+        end=partial(end_rank, environment=environment) if client is None else client.report_hang,
         where=partial(name_rank, grid),
         folder=folder,
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
     with watching(watch):
-        world_group = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
         try:
-            check_consistent_settings(flatten(run), world_group)
-            yield Job(
-                build_mesh(grid, rank=worker.rank, timeout_seconds=connect_timeout, flight=flight),
-                worker.device,
+            world = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
+            check_consistent_settings(flatten(run), world)
+            mesh = build_mesh(
+                grid, rank=worker.rank, timeout_seconds=connect_timeout, flight=flight
             )
+            mark_connected()
+            yield Job(mesh, worker.device)
         except BaseException:
-            disconnect(worker, failed=True)
+            disconnect(worker, failed=True, stays=client is not None)
             raise
         disconnect(worker)

@@ -73,13 +73,15 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
+    job_started: float | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job.
+    batch system ends the job. `job_started`: `time.monotonic()` from which train.max_minutes
+    counts; None: from the first step on.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -114,7 +116,8 @@ def run_training(
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
-        return TrainLoop(prepared, progress, lock, callbacks, job_end_time).run()
+        stop_requests = StopRequests(job_end_time, job_started)
+        return TrainLoop(prepared, progress, lock, callbacks, stop_requests).run()
 
 
 def _open_checkpoints(folder: StoragePath, mesh: Mesh) -> None:
@@ -156,7 +159,7 @@ class TrainLoop:
         progress: StepProgress,
         lock: RunLock | None,
         callbacks: Sequence[Callback],
-        job_end_time: float | None = None,
+        stop_requests: StopRequests,
     ) -> None:
         self.prepared, self.progress = prepared, progress
         run = prepared.run
@@ -165,7 +168,7 @@ class TrainLoop:
             run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
         )
         self.fault_detector = FaultDetector()
-        self.stop_requests = StopRequests(job_end_time)
+        self.stop_requests = stop_requests
         self.evaluator = Evaluator()
         self.checkpointer = Checkpointer(self.fault_detector, lock)
         self.local_checkpointer = LocalCheckpointer(self.fault_detector, self.checkpointer)
