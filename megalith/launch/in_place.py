@@ -419,7 +419,8 @@ class InPlaceRanks(LocalRanks):
             else "a rank did not answer"
         )
         replaced = [rank for rank in restart.replacements if rank in remaining]
-        parts = [f"{len([rank for rank in alive if rank in remaining])} ranks keep their processes"]
+        num_kept = sum(rank in remaining for rank in alive)
+        parts = [f"{num_kept} of {self.nproc} ranks keep their processes"]
         parts += [f"ranks {sorted(replaced)} are replaced"] if replaced else []
         if restart.unresponsive:
             ranks = sorted(restart.unresponsive)

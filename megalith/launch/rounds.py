@@ -15,8 +15,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,6 +124,13 @@ class OpenedSockets:
     def __init__(self) -> None:
         self._before = _list_sockets()
         self._opened: frozenset[tuple[int, int]] | None = None
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Leave out the connections that are opened inside the context."""
+        before = _list_sockets()
+        yield
+        self._before |= _list_sockets() - before
 
     def close_recording(self) -> None:
         """Leave out the connections that are opened from now on."""

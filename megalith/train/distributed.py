@@ -1,7 +1,7 @@
 """Start of one rank: joins the process group, builds the mesh, and leaves the group at the end."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,18 +74,18 @@ def join_job(
     if worker.world == 1:
         yield Job(build_single_rank_mesh(), worker.device)
         return
-    with _abortable(client, worker) as mark_connected:
-        yield from _join_ranks(run, worker, environment, folder, client, mark_connected)
+    with _abortable(client, worker) as sockets:
+        yield from _join_ranks(run, worker, environment, folder, client, sockets)
 
 
 @contextmanager
-def _abortable(client: RestartClient | None, worker: Worker) -> Iterator[Callable[[], None]]:
-    """Let the launcher abort the round inside the context; yields a function to call when this rank
-    has opened all its connections to others."""
-    if client is None:
-        yield lambda: None
-        return
+def _abortable(client: RestartClient | None, worker: Worker) -> Iterator[OpenedSockets]:
+    """Let the launcher abort the round inside the context; yields the record of the connections
+    that are shut down then."""
     sockets = OpenedSockets()
+    if client is None:
+        yield sockets
+        return
 
     def abort() -> None:
         abort_device_groups(worker)
@@ -93,7 +93,7 @@ def _abortable(client: RestartClient | None, worker: Worker) -> Iterator[Callabl
 
     client.set_abort(abort)
     try:
-        yield sockets.close_recording
+        yield sockets
     finally:
         client.set_abort(None)
 
@@ -104,7 +104,7 @@ def _join_ranks(
     environment: Mapping[str, str],
     folder: Path | None,
     client: RestartClient | None,
-    mark_connected: Callable[[], None],
+    sockets: OpenedSockets,
 ) -> Iterator[Job]:
     """Join the other ranks, and leave them at the end."""
     grid = model_grid(run.parallel, run.model, worker.world)
@@ -124,9 +124,11 @@ def _join_ranks(
         flight.compare = Fingerprints(
             clone_store(store), worker.rank, partial(name_rank, grid)
         ).compare
+    with sockets.excluded():  # the launcher's store answers the watch, which waits for no rank
+        watch_store = clone_store(store)
     watch = HangWatch(
         flight,
-        PrefixStore("watch", clone_store(store)),
+        PrefixStore("watch", watch_store),
         worker.rank,
         worker.world,
         run.parallel.timeout_seconds,
@@ -143,7 +145,7 @@ def _join_ranks(
             mesh = build_mesh(
                 grid, rank=worker.rank, timeout_seconds=connect_timeout, flight=flight
             )
-            mark_connected()
+            sockets.close_recording()
             yield Job(mesh, worker.device)
         except BaseException:
             disconnect(worker, failed=True, stays=client is not None)
