@@ -10,6 +10,7 @@ next one.
 import json
 import os
 import queue
+import select
 import socket
 import stat
 import sys
@@ -37,6 +38,10 @@ SERVED_STORE = "MEGALITH_STORE"
 
 MAX_MESSAGE = 65536
 """Maximum length of a message; texts of failures are shortened to fit."""
+
+ABORT_SECONDS = 0.1
+"""Time between two attempts to abort a round: a rank that has not joined it yet opens more
+connections."""
 
 MAX_TEXT = 20000
 """Characters of a failure's text in a message, whose encoding as JSON may be three times as
@@ -168,7 +173,7 @@ class RestartClient:
         self._control, self._environment = control, environment
         self._rounds: queue.SimpleQueue[Round | End] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._aborted = -1
+        self._aborted = -2
         self._abort: Callable[[], None] | None = None
         self._failure: Failure | None = None
         self.round = Round(-1, -1, 0)
@@ -186,6 +191,10 @@ class RestartClient:
 
     def _receive(self) -> None:
         while True:
+            pause = ABORT_SECONDS if self.is_aborted else None
+            if not select.select([self._control], [], [], pause)[0]:
+                self._abort_round(self._aborted)  # connections that were opened since
+                continue
             data, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 2)
             match decode_message(data):
                 case Round() as assigned:

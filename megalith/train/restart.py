@@ -4,7 +4,6 @@ and the process groups, and joins the next round with the same process."""
 import gc
 import logging
 import sys
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -40,9 +39,8 @@ def _train_round(client: RestartClient, train: Callable[[], Outcome]) -> Outcome
     except Exception as error:
         if not is_recoverable(error, is_aborted=client.is_aborted):
             raise
-        failure = exception_failure(client.round.rank, error)
-        _clear_frames(error)
-        return failure
+        # the error itself holds the frames of the functions that raised it, and so the model
+        return exception_failure(client.round.rank, error)
 
 
 def is_recoverable(error: Exception, *, is_aborted: bool) -> bool:
@@ -56,18 +54,6 @@ def is_recoverable(error: Exception, *, is_aborted: bool) -> bool:
     if isinstance(error, UserError | CollectiveError):
         return False
     return isinstance(error, RuntimeError) and exception_failure(0, error).is_consequence
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Release the variables of the functions that raised an error and those before it: they hold
-    the model."""
-    errors: list[BaseException | None] = [error]
-    while errors:
-        current = errors.pop()
-        if current is not None and current.__traceback__ is not None:
-            traceback.clear_frames(current.__traceback__)
-            current.__traceback__ = None
-            errors += [current.__cause__, current.__context__]
 
 
 def release_round() -> None:
