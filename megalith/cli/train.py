@@ -219,7 +219,6 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
             if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):  # a spare
                 preload()
             client.wait_for_round()
-        run = resolve_recompute(run)
         build_checked_tokenizer(run)  # before the folder is created and other ranks wait
         train = partial(_train_round, run, path, callback_names, client)
         outcome = train() if client is None else train_in_rounds(client, train)
@@ -242,6 +241,7 @@ def _train_round(
     from megalith.train.loop import run_training
     from megalith.train.run_folder import RunFolder
 
+    run = resolve_recompute(run)
     callbacks = load_callbacks(callback_names)
     progress = [] if client is None else [RoundProgress(client)]
     with join_job(run, os.environ, path, client) as job:

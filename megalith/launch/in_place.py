@@ -120,7 +120,7 @@ class InPlaceRanks(LocalRanks):
         self._num_rounds_without_step = 0
         self._hang: Failure | None = None
         self._job_started = time.monotonic()
-        self._round_started = self._job_started
+        self._next_refill = self._job_started
         self._num_started_spares = 0
         self._problem: str | None = None
         """Why the job was not restarted in place after its last fault."""
@@ -158,6 +158,8 @@ class InPlaceRanks(LocalRanks):
     def _start_member(self, rank: int) -> Member:
         """Start a process; `rank`: of its output until it is assigned another one."""
         control, rank_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for each in (control, rank_control):  # 2048 bytes on macOS
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE)
         with rank_control:
             fd = rank_control.fileno()
             variables = {CONTROL: str(fd), SERVED_STORE: "1"}
@@ -397,7 +399,7 @@ class InPlaceRanks(LocalRanks):
         self.ended_ns.clear()
         self._restart = self._hang = None
         self.round += 1
-        self._round_started = time.monotonic()
+        self._next_refill = time.monotonic() + SPARE_DELAY_SECONDS
         self._start_store()
         for rank, member in enumerate(self._members):
             self._assign(member, rank, reason)
@@ -432,8 +434,9 @@ class InPlaceRanks(LocalRanks):
 
     def _refill_spares(self) -> None:
         """Start spares in place of those that were used or have ended."""
-        if time.monotonic() < self._round_started + SPARE_DELAY_SECONDS:
+        if time.monotonic() < self._next_refill:
             return
+        self._next_refill = time.monotonic() + SPARE_DELAY_SECONDS
         for spare in [spare for spare in self._spares if not spare.is_alive]:
             self._spares.remove(spare)
             spare.control.close()

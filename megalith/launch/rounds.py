@@ -24,6 +24,7 @@ from typing import Any
 from megalith.launch.launcher import (
     FAULT,
     LAUNCHER,
+    MAX_SUMMARY,
     RANK_VARIABLES,
     Failure,
     exit_now,
@@ -43,9 +44,8 @@ ABORT_SECONDS = 0.1
 """Time between two attempts to abort a round: a rank that has not joined it yet opens more
 connections."""
 
-MAX_TEXT = 20000
-"""Characters of a failure's text in a message, whose encoding as JSON may be three times as
-long."""
+MAX_TEXT = 8000
+"""Characters of a failure's text in a message, whose encoding as JSON may be six times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def decode_message(data: bytes) -> Message:
 def shorten_failure(failure: Failure) -> dict[str, Any]:  # Any: JSON
     """Return the fields of a failure, with a text that fits into a message."""
     fields = asdict(failure)
-    return fields | {name: fields[name][-MAX_TEXT:] for name in ("summary", "text")}
+    return fields | {"summary": failure.summary[:MAX_SUMMARY], "text": failure.text[-MAX_TEXT:]}
 
 
 class OpenedSockets:

@@ -270,7 +270,7 @@ def train_by_command(
         timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(tmp_path.glob("done-*"))) == len(faults)
+    assert len(list(tmp_path.glob("done-*"))) == len(faults), done.stderr
     run_ranks(train_without_faults, nproc, file, tmp_path / "whole")
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
     assert hashes(tmp_path / "run") == hashes(tmp_path / "whole")
