@@ -9,6 +9,7 @@ import errno
 import json
 import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -364,6 +365,41 @@ def _read_ahead(pages: mmap.mmap) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # not supported before Linux 5.14
             raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+
+
+_NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs4?|cifs|smb3|lustre|gpfs|ceph|beegfs|glusterfs|9p|afs|orangefs|wekafs|panfs|fuse\..*"
+)
+"""Types of file systems in /proc/self/mountinfo that several machines may share."""
+
+
+def is_network_folder(path: Path) -> bool:
+    """Return whether a folder is on a file system that several machines share; False where the
+    system does not say (macOS)."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    kind = parse_file_system_type(mounts, path.resolve())
+    return _NETWORK_FILE_SYSTEMS.fullmatch(kind) is not None
+
+
+def parse_file_system_type(mounts: Iterable[str], path: Path) -> str:
+    """Return the type of the file system that holds `path`; "" if none does.
+
+    mounts: lines of /proc/self/mountinfo; of several mounts at one place the last counts.
+
+    >>> lines = ["25 1 8:1 / / rw - ext4 /dev/sda1 rw", "30 25 0:4 / /data rw - nfs4 host:/ rw"]
+    >>> parse_file_system_type(lines, Path("/data/run")), parse_file_system_type(lines, Path("/a"))
+    ('nfs4', 'ext4')
+    """
+    longest, kind = -1, ""
+    for line in mounts:
+        fields, _, description = line.partition(" - ")
+        place = Path(fields.split()[4].encode().decode("unicode_escape"))
+        if path.is_relative_to(place) and len(place.parts) >= longest:
+            longest, kind = len(place.parts), description.split()[0]
+    return kind
 
 
 def file_nbytes(path: StoragePath) -> int:

@@ -9,6 +9,7 @@ the message that every step sends anyway, so no rank waits for another.
 import concurrent.futures
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,9 @@ import torch
 
 import megalith
 from megalith.checkpoint.commit import FolderTexts, Retention
+from megalith.checkpoint.copies import PeerAddress
 from megalith.checkpoint.format import CheckpointEntry, merge_tensors, show_bytes
+from megalith.checkpoint.local import LocalSave, LocalSaveReport, LocalTier
 from megalith.checkpoint.manifest import StoredTensor, WrittenPart
 from megalith.checkpoint.save import (
     SaveReport,
@@ -49,15 +53,19 @@ from megalith.checkpoint.writer import (
     Commit,
     CommitJob,
     CommitReport,
+    CopyPort,
     JobFailure,
+    LocalJob,
     LoggedLine,
     PartReport,
     Report,
     SaveJob,
+    ServeCopies,
     count_files,
     plan_files,
 )
 from megalith.errors import CheckpointError
+from megalith.object_store import StorePath
 from megalith.observe.limits import free_memory
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.storage import StoragePath
@@ -73,6 +81,10 @@ _AGREE_S = 5.0
 """Seconds that a rank waits for its writer before it asks the other ranks for failures: much less
 than parallel.timeout_seconds, after which the ranks that wait for it would end the run
 (heuristic)."""
+
+_START_S = 20.0
+"""Seconds for which the first local save waits for a writer process that starts (heuristic: it
+imports no torch, which takes a tenth of a second on an idle machine)."""
 
 _EXIT_S = 5.0
 """Seconds after which a process that does not end is given up (heuristic: the kernel ends a killed
@@ -226,6 +238,8 @@ class _PendingSave:
 
     snapshot: Snapshot
     check_lock: Callable[[], None]
+    local: LocalSave | None = None
+    """Set if the save is a local checkpoint, which needs no commit by rank 0."""
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when the copies are complete, or on a device when they are launched."""
     device_event: torch.Event | None = None
@@ -283,6 +297,11 @@ class AsyncSaver:
         self._writer: WriterProcess | None = None
         self._metadata = b""
         self._total_nbytes = 0
+        self._local_tier: LocalTier | None = None
+        self._secret = b""
+        """Of the connections between writers."""
+        self._copy_port: int | None = None
+        """Where the writer receives copies, once it has reported it."""
         self._digests: tuple[str, ...] = ()
         """Plans of all ranks for which `_metadata` was computed."""
         self._plan = plan_staging(entries)
@@ -316,8 +335,10 @@ class AsyncSaver:
         """Start a writer process; an error is reported by the next save."""
         try:
             writer = WriterProcess(region, self._settings)
-            self._writer = writer
+            self._writer, self._copy_port = writer, None
             writer.send(self._plan.write_plan)
+            if self._local_tier is not None:
+                writer.send(ServeCopies(self._local_tier.copy_host, self._secret))
         except (OSError, CheckpointError) as error:
             _log.warning("the writer process of asynchronous saves cannot be started: %s", error)
 
@@ -379,8 +400,60 @@ class AsyncSaver:
         pending = _PendingSave(snapshot, check_lock)
         texts = (dump_state(state), config_text.encode(), dict(auxiliary_files or {}))
         self._pending = pending
-        pending.stage = self._thread.submit(self._stage, pending, texts, retention)
+        build = partial(self._build_save_job, snapshot, texts, retention)
+        pending.stage = self._thread.submit(self._stage, pending, build)
         pending.blocked_seconds = time.monotonic() - started
+
+    def serve_local(self, tier: LocalTier) -> None:
+        """Let the writers save local checkpoints of `tier` and receive their copies. Collective;
+        called once."""
+        secrets_of_ranks = gather_objects(secrets.token_bytes(32), self._world)
+        self._secret = bytes(secrets_of_ranks[0])  # type: ignore[call-overload]  # rank 0's bytes
+        self._local_tier = tier
+        self._thread.submit(self._send_copy_server)
+
+    def _send_copy_server(self) -> None:
+        if self._writer is not None and self._local_tier is not None:
+            self._writer.send(ServeCopies(self._local_tier.copy_host, self._secret))
+
+    def begin_local(
+        self,
+        step: int,
+        entries: Sequence[CheckpointEntry],
+        state: Mapping[str, Any],  # JSON
+        *,
+        lineage: Sequence[int] = (),
+    ) -> None:
+        """Begin to save a local checkpoint; no save is in flight. Collective.
+
+        The tensors of `entries` must not be written before `wait_staged`. `state` is captured now.
+
+        Raises:
+            CheckpointError: on every rank: there is too little space, or a writer does not answer.
+        """
+        assert self._pending is None and self._local_tier is not None, "one save at a time"
+        started = time.monotonic()
+        self._update_plan(entries)
+        local = self._local_tier.prepare(step, entries, self._find_copy_address(), lineage=lineage)
+        self._region.record_updates()
+        snapshot = Snapshot(local.staging, step, self._world.rank, tuple(entries), state, started)
+        pending = _PendingSave(snapshot, lambda: None, local)
+        self._pending = pending
+        job = LocalJob(local.staging, local.table, dump_state(state), local.peers, local.sources)
+        pending.stage = self._thread.submit(self._stage, pending, lambda: job)
+        pending.blocked_seconds = time.monotonic() - started
+
+    def _find_copy_address(self) -> PeerAddress | None:
+        """Return where this rank's writer receives copies, waiting for a writer that starts; None
+        if it does not answer."""
+        assert self._local_tier is not None, "the tier is served"
+        deadline = time.monotonic() + _START_S
+        while self._copy_port is None and time.monotonic() < deadline:
+            self._read_reports(None)
+            time.sleep(_WAIT_S)
+        if self._copy_port is None:
+            return None
+        return PeerAddress(self._world.rank, self._local_tier.copy_host, self._copy_port)
 
     def _update_plan(self, entries: Sequence[CheckpointEntry]) -> None:
         """Plan again if names, shapes, dtypes or layout of the entries have changed."""
@@ -398,12 +471,28 @@ class AsyncSaver:
         if self._writer is not None:
             self._writer.send(self._plan.write_plan)
 
-    def _stage(
+    def _build_save_job(
         self,
-        pending: _PendingSave,
+        snapshot: Snapshot,
         texts: tuple[bytes, bytes, dict[str, bytes]],
         retention: Retention,
-    ) -> None:
+    ) -> SaveJob:
+        """Return the job of a persistent checkpoint; in the staging thread, after `.metadata` was
+        computed there.
+
+        Raises:
+            CheckpointError: `.metadata` could not be computed.
+        """
+        commit = None
+        if self._world.rank == 0:
+            if not self._metadata:
+                raise CheckpointError("The contents of .metadata could not be computed.")
+            state, config, auxiliary_files = texts
+            contents = FolderTexts(self._metadata, state, config, auxiliary_files, versions())
+            commit = CommitJob(contents, retention, self._world.size)
+        return SaveJob(snapshot.staging, snapshot.step, snapshot.rank, commit)
+
+    def _stage(self, pending: _PendingSave, build_job: Callable[[], SaveJob | LocalJob]) -> None:
         """Copy the tensors and give the job to the writer; in the staging thread."""
         snapshot = pending.snapshot
         try:
@@ -413,19 +502,13 @@ class AsyncSaver:
             if pending.device_event is not None:
                 pending.device_event.synchronize()
             pending.staged_seconds = time.monotonic() - started
-            commit = None
-            if self._world.rank == 0:
-                if not self._metadata:
-                    raise CheckpointError("The contents of .metadata could not be computed.")
-                state, config, auxiliary_files = texts
-                contents = FolderTexts(self._metadata, state, config, auxiliary_files, versions())
-                commit = CommitJob(contents, retention, self._world.size)
+            job = build_job()
             if self._writer is None:
                 self._start_writer(self._region)
             if self._writer is None:
                 raise CheckpointError("The writer process cannot be started.")
             pending.last_progress = time.monotonic()
-            self._writer.send(SaveJob(snapshot.staging, snapshot.step, snapshot.rank, commit))
+            self._writer.send(job)
         except CheckpointError as error:
             pending.failure = pending.failure or CheckpointError(f"{self._where}{error}")
         except Exception as error:  # reported by `count_saves`
@@ -456,7 +539,9 @@ class AsyncSaver:
         is_done = pending.committed if pending.is_committing else pending.written
         return int(is_done is not None), int(pending.failure is not None)
 
-    def advance(self, written: int, failed: int) -> SaveReport | CheckpointError | None:
+    def advance(
+        self, written: int, failed: int
+    ) -> SaveReport | LocalSaveReport | CheckpointError | None:
         """Continue the save in flight with the sums of `count_saves` over all ranks, and return its
         report, or its error. Collective, but communicates only after a failure."""
         pending = self._pending
@@ -467,10 +552,12 @@ class AsyncSaver:
         if pending.is_committing:
             return self._finish(pending) if written else None
         if written == self._world.size:
+            if pending.local is not None:
+                return self._finish_local(pending)
             self._start_commit(pending)
         return None
 
-    def drain(self) -> SaveReport | CheckpointError | None:
+    def drain(self) -> SaveReport | LocalSaveReport | CheckpointError | None:
         """Wait for the save in flight and return its report or error. Collective."""
         pending = self._pending
         if pending is None:
@@ -489,6 +576,8 @@ class AsyncSaver:
                 return self._fail(pending)
             if "unfinished" in states:
                 continue
+            if pending.local is not None:
+                return self._finish_local(pending)
             if pending.is_committing:
                 return self._finish(pending)
             self._start_commit(pending)
@@ -504,6 +593,9 @@ class AsyncSaver:
         self._region.stop()
         self._thread.shutdown(wait=not failed, cancel_futures=True)
         if self._writer is not None:
+            if failed and pending is not None and isinstance(pending.snapshot.staging, StorePath):
+                # this process may stay, and save the same step under the same prefix again
+                self._writer.kill()
             self._writer.close(wait=not failed or pending is None)
         if not failed:
             self._region.close()
@@ -516,17 +608,8 @@ class AsyncSaver:
             return
         exit_text = writer.describe_exit()
         now = time.monotonic()
-        for report in writer.receive():
+        if self._read_reports(pending):
             pending.last_progress = now
-            match report:
-                case PartReport():
-                    pending.written = report
-                case CommitReport():
-                    pending.committed = report
-                case JobFailure():
-                    pending.failure = report.error
-                case LoggedLine():
-                    logging.getLogger(report.logger).log(report.level, "%s", report.text)
         if pending.is_finished:
             return
         if exit_text is not None:
@@ -540,6 +623,24 @@ class AsyncSaver:
                 f"{now - pending.last_progress:.0f} s. Check the disk, or increase "
                 f"checkpoint.writer_timeout_seconds ({self._settings.timeout_seconds:g} now)."
             )
+
+    def _read_reports(self, pending: _PendingSave | None) -> bool:
+        """Read the reports of the writer about the save in flight, if there is one; return whether
+        there were any."""
+        reports = [] if self._writer is None else self._writer.receive()
+        for report in reports:
+            match report:
+                case CopyPort():
+                    self._copy_port = report.port
+                case LoggedLine():
+                    logging.getLogger(report.logger).log(report.level, "%s", report.text)
+                case PartReport() if pending is not None:
+                    pending.written = report
+                case CommitReport() if pending is not None:
+                    pending.committed = report
+                case JobFailure() if pending is not None:
+                    pending.failure = report.error
+        return bool(reports)
 
     @property
     def _where(self) -> str:
@@ -574,6 +675,13 @@ class AsyncSaver:
             pending.blocked_seconds,
         )
 
+    def _finish_local(self, pending: _PendingSave) -> LocalSaveReport:
+        """Return the report of a local checkpoint that is complete on all ranks."""
+        assert pending.written is not None and self._local_tier is not None, "it has written"
+        self._pending = None
+        seconds = time.monotonic() - pending.snapshot.started
+        return self._local_tier.report_saved(pending.snapshot.step, pending.written.nbytes, seconds)
+
     def _fail(self, pending: _PendingSave) -> CheckpointError:
         """Stop the writers that may still write, remove the temporary folder, and return the error,
         which is the same on every rank. Collective.
@@ -594,17 +702,22 @@ class AsyncSaver:
 
         self._pending = None
         try:
-            with explain_failure(snapshot.staging, snapshot.step, self._world):
+            if pending.local is not None:
                 raise_on_all_ranks(raise_failure, self._world)
+            else:
+                with explain_failure(snapshot.staging, snapshot.step, self._world):
+                    raise_on_all_ranks(raise_failure, self._world)
         except CheckpointError as error:
             if self._writer is None:
                 self._thread.submit(self._start_writer, self._region)
+            if pending.local is not None and self._local_tier is not None:
+                return self._local_tier.discard(pending.local.staging, snapshot.step, error)
             return error
         raise AssertionError("a rank has failed")
 
     def _stop_writer(self) -> None:
         """Kill the writer. If it does not end, its memory is left to it."""
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._copy_port = self._writer, None, None
         if writer is None:
             return
         has_ended = writer.kill()

@@ -13,7 +13,7 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -64,6 +64,7 @@ from megalith.checkpoint.manifest import (
     read_folder,
     read_manifest,
 )
+from megalith.checkpoint.parallel_read import fill_in_parallel, list_needed_boxes
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.object_store import StorePath
@@ -319,13 +320,23 @@ class Checkpoint:
         parts: dict[str, list[TensorPiece]] = {}
         for entry in filled:
             parts.setdefault(sources[entry.key], []).extend(pieces(entry))
+        pairs = self._pairs_to_reconcile(filled, sources)
+        reads_in_parallel = self._reads_in_parallel(rules, world)
+        if reads_in_parallel:
+            pairs = [self._request_weights(pair, parts) for pair in pairs]
         try:
-            self._fill_on_all_ranks(parts, world)
+            if reads_in_parallel:
+                buffer_nbytes = rules.exchange_buffer_mb * 2**20
+                fill_in_parallel(
+                    self.manifest, parts, self._read_box, world, buffer_nbytes=buffer_nbytes
+                )
+            else:
+                self._fill_on_all_ranks(parts, world)
             if vocab_size is not None:
                 for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
                     piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
             rank_differences = raise_on_all_ranks(
-                lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world
+                lambda: self._reconcile(pairs, prefer_weights=rules.prefer_weights), world
             )
         except CheckpointError as error:
             advice = raise_on_all_ranks(
@@ -438,22 +449,46 @@ class Checkpoint:
             )
         return report
 
+    def _reads_in_parallel(self, rules: CheckpointConfig, world: Group) -> bool:
+        """Return whether ranks exchange the boxes that several of them need. Collective."""
+        if world.size == 1 or rules.parallel_load is False:
+            return False
+        if rules.parallel_load is True or isinstance(self.path, StorePath):
+            return True
+        path = self.path
+        return any(raise_on_all_ranks(lambda: storage.is_network_folder(path), world))
+
+    def _pairs_to_reconcile(
+        self, entries: Sequence[CheckpointEntry], sources: Mapping[str, str]
+    ) -> list[MasterWeightPair]:
+        """Return the shards of which weights and master weights are stored and can be compared:
+        values that were rounded while loading cannot."""
+        return [
+            pair
+            for pair in pair_master_weights(entries, sources)
+            if f"{MODEL}{pair.shard.name}" in self.manifest.tensors
+            and torch.promote_types(self.dtype(f"{MASTER}{pair.shard.name}"), pair.wide.dtype)
+            == pair.wide.dtype
+        ]
+
+    def _request_weights(
+        self, pair: MasterWeightPair, wanted: dict[str, list[TensorPiece]]
+    ) -> MasterWeightPair:
+        """Add the stored weights of a pair to the pieces to read, unless they are among them."""
+        if pair.low is not None:
+            return pair
+        key = f"{MODEL}{pair.shard.name}"
+        stored = torch.zeros(pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device)
+        wanted.setdefault(key, []).extend(pieces(CheckpointEntry(pair.shard, "param", stored)))
+        return replace(pair, low=stored)
+
     def _reconcile(
-        self,
-        entries: Sequence[CheckpointEntry],
-        sources: Mapping[str, str],
-        *,
-        prefer_weights: bool,
+        self, pairs: Sequence[MasterWeightPair], *, prefer_weights: bool
     ) -> dict[str, float]:
         """Make weights and master weights of this rank consistent; return {parameter: largest
         difference}."""
         differences_by_name: dict[str, float] = {}
-        for pair in pair_master_weights(entries, sources):
-            weights, master = f"{MODEL}{pair.shard.name}", f"{MASTER}{pair.shard.name}"
-            wide = torch.promote_types(self.dtype(master), pair.wide.dtype) == pair.wide.dtype
-            if weights not in self.manifest.tensors or not wide:
-                # values that were rounded while loading cannot be compared
-                continue
+        for pair in pairs:
             stored = pair.low if pair.low is not None else self._weights_of(pair)
             largest = reconcile(stored, pair.wide, prefer_weights=prefer_weights)
             if largest is None:
@@ -483,13 +518,8 @@ class Checkpoint:
 
     def _fill(self, wanted: Mapping[str, Sequence[TensorPiece]]) -> None:
         """Copy stored values into the pieces, reading each stored box once, in file order."""
-        for key, stored in _in_file_order(self.manifest, wanted):
-            shared = [(piece, intersect(piece.box, stored.box)) for piece in wanted[key]]
-            hits = [(piece, box) for piece, box in shared if box is not None]
-            if hits:
-                values = TensorPiece(stored.box, self._read_box(key, stored))
-                for piece, box in hits:
-                    inner_view(piece, box).copy_(inner_view(values, box))
+        for needed in list_needed_boxes(self.manifest, wanted):
+            needed.fill(self._read_box(needed.key, needed.stored))
 
     def _read_box(self, key: str, stored: StoredBox) -> Tensor:
         """Read one stored box and check its hash.

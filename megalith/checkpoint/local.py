@@ -13,7 +13,6 @@ A local checkpoint is complete if the boxes of the folders that are left cover e
 layout and number of ranks can load it. A box is hashed before it is written into a tensor.
 """
 
-import errno
 import json
 import logging
 import os
@@ -21,8 +20,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +30,20 @@ from typing import Any, BinaryIO
 import torch
 
 from megalith import storage
+from megalith.checkpoint.copies import PeerAddress, find_own_address
 from megalith.checkpoint.format import CheckpointEntry, TensorPiece, inner_view
 from megalith.checkpoint.keys import MasterWeightPair
 from megalith.checkpoint.load import Checkpoint
+from megalith.checkpoint.local_table import (
+    SPACE_ADVICE,
+    TABLE,
+    LocalTable,
+    box_file,
+    commit_local_folder,
+    explain_full,
+    parse_table,
+)
 from megalith.checkpoint.manifest import (
-    DTYPE_NAMES,
     STATE,
     Manifest,
     StoredBox,
@@ -43,7 +51,6 @@ from megalith.checkpoint.manifest import (
     WrittenPart,
     dump_part,
     folder_name,
-    manifest_digest,
     parse_part,
     sha256,
     show_box,
@@ -51,7 +58,7 @@ from megalith.checkpoint.manifest import (
     step_folders,
 )
 from megalith.checkpoint.save import dump_state, write_boxes
-from megalith.config.checkpoint import LocalCheckpointConfig
+from megalith.config.checkpoint import CheckpointConfig, LocalCheckpointConfig
 from megalith.errors import CheckpointError, PlanError
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.transfer import exchange_bytes, receive_bytes, send_bytes
@@ -73,118 +80,10 @@ RUN_ID = "run_id"
 """File in the folder of a run's checkpoints with the id that its local checkpoints carry. If that
 folder is deleted, they belong to no run."""
 
-TABLE = "local.json"
-FORMAT = 1
-"""Format version of a local checkpoint."""
-
 _SPACE_FACTOR = 1.05
 """Free space that a save needs, relative to its tensors: the specification's margin."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTable:
-    """Content of `local.json`."""
-
-    run: str
-    rank: int
-    step: int
-    save: str
-    """Identifies the save on all ranks."""
-
-    folder: str
-    """Identifies this folder."""
-
-    world_size: int
-    lineage: tuple[int, ...]
-    """Steps from which the run had been rolled back."""
-
-    state_sha256: str
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    """Shape and dtype of every tensor of the checkpoint, on whichever rank."""
-
-    parts: Mapping[int, WrittenPart]
-    """Boxes in this folder, by the rank that saved them."""
-
-    def as_local_folder(self) -> LocalFolder:
-        """Return what recovery is planned with."""
-        boxes: dict[str, set[Box]] = {}
-        for part in self.parts.values():
-            for key, tensor in part.tensors.items():
-                boxes.setdefault(key, set()).update(stored.box for stored in tensor.boxes)
-        shapes = {key: shape for key, (shape, _) in self.tensors.items()}
-        return LocalFolder(
-            self.folder, self.rank, self.step, self.save, self.world_size, shapes, boxes
-        )
-
-    def stored_boxes(self) -> dict[tuple[str, Box], StoredBox]:
-        """Return the position of every box in this folder."""
-        return {
-            (key, stored.box): stored
-            for part in self.parts.values()
-            for key, tensor in part.tensors.items()
-            for stored in tensor.boxes
-        }
-
-
-def dump_table(table: LocalTable) -> bytes:
-    """Return the text of `local.json`."""
-    raw = {
-        "format": FORMAT,
-        "run": table.run,
-        "rank": table.rank,
-        "step": table.step,
-        "save": table.save,
-        "folder": table.folder,
-        "world_size": table.world_size,
-        "lineage": list(table.lineage),
-        "state_sha256": table.state_sha256,
-        "tensors": {key: [list(shape), dtype] for key, (shape, dtype) in table.tensors.items()},
-        "parts": {str(rank): json.loads(dump_part(part)) for rank, part in table.parts.items()},
-    }
-    return json.dumps(raw | {"sha256": manifest_digest(raw)}).encode()
-
-
-def parse_table(data: bytes, path: Path) -> LocalTable:
-    """Parse and validate the table in `data`, which is not trusted.
-
-    Raises:
-        CheckpointError: `path` is not a table, has a newer format, or was changed.
-    """
-    try:
-        raw = storage.parse_json(data)
-        digest = raw.pop("sha256")
-        if int(raw["format"]) > FORMAT:
-            raise ValueError(f"format {raw['format']}, expected at most {FORMAT}")
-        if manifest_digest(raw) != digest:
-            raise ValueError("its SHA-256 differs: the file was changed after it was saved")
-        tensors = {
-            str(key): (tuple(map(int, shape)), str(dtype))
-            for key, (shape, dtype) in raw["tensors"].items()
-        }
-        if unknown := {dtype for _, dtype in tensors.values()} - {*DTYPE_NAMES}:
-            raise ValueError(f"dtypes {', '.join(sorted(unknown))}, expected known ones")
-        return LocalTable(
-            str(raw["run"]),
-            int(raw["rank"]),
-            int(raw["step"]),
-            str(raw["save"]),
-            str(raw["folder"]),
-            int(raw["world_size"]),
-            tuple(map(int, raw["lineage"])),
-            str(raw["state_sha256"]),
-            tensors,
-            {
-                int(rank): parse_part(json.dumps(part).encode(), path)
-                for rank, part in raw["parts"].items()
-            },
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: this is not the table of a local checkpoint ({type(error).__name__}: "
-            f"{error}). Its boxes are not used."
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +105,10 @@ class LocalSaveReport:
         )
 
 
+class LocalSaveError(CheckpointError):
+    """A local checkpoint could not be saved; older ones are unchanged."""
+
+
 @dataclass(frozen=True, slots=True)
 class _SaveSize:
     """What a rank announces before a local save."""
@@ -218,6 +121,19 @@ class _SaveSize:
     free: int
     nbytes: int
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    address: PeerAddress | None = None
+    """Where its writer process receives copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSave:
+    """What the writer process of a rank needs for a local checkpoint, besides the values."""
+
+    staging: Path
+    table: LocalTable
+    peers: tuple[PeerAddress, ...]
+    sources: tuple[int, ...]
+    """Ranks of whose boxes this rank stores copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +175,8 @@ class LocalTier:
             lambda: _open_root(config, name, self.run, checkpoints, first=world.rank == 0), world
         )[world.rank]
         machines = raise_on_all_ranks(lambda: self._machine, world)
+        is_one_machine = len({*machines}) == 1
+        self._copy_host = "127.0.0.1" if is_one_machine else find_own_address(os.environ)
         _remove_if_empty(self.root)  # until the first save
         self._peers = plan_peers(
             world=world.size,
@@ -309,29 +227,89 @@ class LocalTier:
             )
             if problem := next((each for each in outcomes if each), ""):
                 raise CheckpointError(problem)
-            table = LocalTable(
-                self.run,
-                world.rank,
-                step,
-                sizes[0].save,
-                secrets.token_hex(8),
-                world.size,
-                tuple(lineage),
-                "",
-                {key: value for size in sizes for key, value in size.tensors.items()},
-                parts,
-            )
-            raise_on_all_ranks(lambda: self._commit(staging, table, state), world)
+            table = self._build_table(step, sizes, lineage, parts)
+            text = dump_state(state)
+            raise_on_all_ranks(lambda: commit_local_folder(staging, table, text), world)
         except CheckpointError as error:
-            _remove(staging)
-            raise CheckpointError(
-                f"the local checkpoint of step {step} was not saved. {error}"
-            ) from error
-        self._delete_old(step)
+            raise self.discard(staging, step, error) from error
+        self.delete_old(step)
         nbytes = sum(file.nbytes for part in parts.values() for file in part.files.values())
         return LocalSaveReport(step, nbytes, time.monotonic() - started, 1 + len(self._peers))
 
-    def _measure(self, entries: Sequence[CheckpointEntry]) -> _SaveSize:
+    def prepare(
+        self,
+        step: int,
+        entries: Sequence[CheckpointEntry],
+        copy_address: PeerAddress | None,
+        *,
+        lineage: Sequence[int] = (),
+    ) -> "LocalSave":
+        """Create the temporary folder of a save that writer processes do, and return what this
+        rank's writer needs for it.
+
+        copy_address: where this rank's writer receives copies; None: it cannot.
+
+        Raises:
+            CheckpointError: on every rank with the same text: there is too little space, or a
+                writer cannot receive copies.
+        """
+        world, peers = self._world, self._peers
+        staging = self.folder / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
+        try:
+            sizes = raise_on_all_ranks(lambda: self._measure(entries, copy_address), world)
+            deaf = [rank for rank, size in enumerate(sizes) if peers and size.address is None]
+            if deaf:
+                raise CheckpointError(f"the writer processes of ranks {deaf} do not answer.")
+            raise_on_all_ranks(lambda: self._prepare(staging, sizes), world)
+        except CheckpointError as error:
+            raise self.discard(staging, step, error) from error
+        addresses = [sizes[(world.rank + jump) % world.size].address for jump in peers]
+        return LocalSave(
+            staging,
+            self._build_table(step, sizes, lineage, {}),
+            tuple(address for address in addresses if address is not None),
+            tuple((world.rank - jump) % world.size for jump in peers),
+        )
+
+    def discard(self, staging: Path, step: int, error: Exception) -> "LocalSaveError":
+        """Delete the temporary folder of a failed save, and return its error. Not collective."""
+        _remove(staging)
+        return LocalSaveError(f"the local checkpoint of step {step} was not saved. {error}")
+
+    def report_saved(self, step: int, nbytes: int, seconds: float) -> LocalSaveReport:
+        """Return the report of a save that is complete on all ranks, and delete older local
+        checkpoints. Not collective."""
+        self.delete_old(step)
+        return LocalSaveReport(step, nbytes, seconds, 1 + len(self._peers))
+
+    @property
+    def copy_host(self) -> str:
+        """Address of this machine at which the writers of the peers reach it."""
+        return self._copy_host
+
+    def _build_table(
+        self,
+        step: int,
+        sizes: Sequence["_SaveSize"],
+        lineage: Sequence[int],
+        parts: Mapping[int, WrittenPart],
+    ) -> LocalTable:
+        return LocalTable(
+            self.run,
+            self._world.rank,
+            step,
+            sizes[0].save,
+            secrets.token_hex(8),
+            self._world.size,
+            tuple(lineage),
+            "",
+            {key: value for size in sizes for key, value in size.tensors.items()},
+            parts,
+        )
+
+    def _measure(
+        self, entries: Sequence[CheckpointEntry], address: PeerAddress | None = None
+    ) -> _SaveSize:
         """Return what this rank saves, and the free space of its folder."""
         if self._world.rank == 0:
             _write_run_id(self._checkpoints, self.run)
@@ -347,6 +325,7 @@ class LocalTier:
                 entry.key: (entry.shard.shape, str(entry.dtype).removeprefix("torch."))
                 for entry in entries
             },
+            address,
         )
 
     def _prepare(self, staging: Path, sizes: Sequence[_SaveSize]) -> None:
@@ -364,7 +343,7 @@ class LocalTier:
         if needed * _SPACE_FACTOR > size.free:
             raise CheckpointError(
                 f"{self.root} needs {show_bytes(needed * _SPACE_FACTOR)} on {size.machine} and has "
-                f"{show_bytes(size.free)}. {_ADVICE}"
+                f"{show_bytes(size.free)}. {SPACE_ADVICE}"
             )
         storage.make_folder(staging)
 
@@ -381,7 +360,7 @@ class LocalTier:
         After an error it goes on receiving, because other ranks send.
         """
         world, problem = self._world, ""
-        name = _box_file(world.rank)
+        name = box_file(world.rank)
         table = dump_part(own)
         for jump in self._peers:
             to, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size
@@ -396,7 +375,7 @@ class LocalTier:
                 source=source,
                 device=self._device,
             )
-            sink = _CopyFile(staging / _box_file(source))
+            sink = _CopyFile(staging / box_file(source))
             exchange_bytes(
                 lambda start, stop: storage.read_range(staging / name, start, stop - start),
                 lengths[world.rank][1],
@@ -412,25 +391,7 @@ class LocalTier:
             parts[source] = parse_part(bytes(received), staging / f"table of rank {source}")
         return problem
 
-    def _commit(
-        self,
-        staging: Path,
-        table: LocalTable,
-        state: Mapping[str, Any],  # JSON
-    ) -> None:
-        """Write state and table, and rename the folder to its final name."""
-        text = dump_state(state)
-        table = replace(table, state_sha256=sha256(text))
-        with _explain_full(self.root):
-            storage.write_new(staging / STATE, text)
-            storage.write_new(staging / TABLE, dump_table(table))
-        storage.sync_folder(staging)
-        target = self.folder / folder_name(table.step)
-        _remove(target)
-        storage.rename(staging, target)
-        storage.sync_folder(self.folder)
-
-    def _delete_old(self, step: int) -> None:
+    def delete_old(self, step: int) -> None:
         """Delete local checkpoints that are not kept, and those of ranks that are on other machines
         now. A failure is a warning. Not collective."""
         folders = step_folders(self.folder)
@@ -588,6 +549,10 @@ class LocalCheckpoint(Checkpoint):
     def warnings(self) -> list[str]:
         """Return nothing: its files were compared with their tables when it was opened."""
         return []
+
+    def _reads_in_parallel(self, rules: CheckpointConfig, world: Group) -> bool:
+        """Return False: each box is already read once and sent to the ranks that need it."""
+        return False
 
     def _weights_of(self, pair: MasterWeightPair) -> torch.Tensor:
         """Return the rounded master weights, which equal the weights that the same run saved."""
@@ -794,16 +759,11 @@ def _write_own(
 ) -> tuple[int, int]:
     """Write this rank's boxes, append their table to `own`, and return the lengths of table and
     boxes."""
-    with _explain_full(staging.parent.parent):
+    with explain_full(staging.parent.parent):
         written = write_boxes(staging, rank, entries)
     plan = sha256(repr(sorted(written.tensors)).encode())
     own.append(WrittenPart(plan, written.tensors, written.files))
     return len(dump_part(own[0])), sum(file.nbytes for file in written.files.values())
-
-
-def _box_file(rank: int) -> str:
-    """Return the name that `write_boxes` gives to a rank's file."""
-    return f"__{rank}_0.distcp"
 
 
 class _CopyFile:
@@ -834,24 +794,7 @@ class _CopyFile:
             except OSError as error:  # an exception here would end the exchanges with other peers
                 reason = f"{self._path.parent} cannot be written ({error.strerror})."
                 self._problem = self._problem or reason
-        return f"{self._problem} {_ADVICE}" if self._problem else ""
-
-
-_ADVICE = (
-    "Free some space, set checkpoint.local.keep or checkpoint.local.replication_factor to a lower "
-    "number, or set checkpoint.local.folder to a local disk."
-)
-
-
-@contextmanager
-def _explain_full(folder: Path) -> Iterator[None]:
-    """Report a full file system with the settings that help."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise CheckpointError(f"{folder} is full ({error.strerror}). {_ADVICE}") from error
+        return f"{self._problem} {SPACE_ADVICE}" if self._problem else ""
 
 
 def _without_lost_files(table: LocalTable, path: Path, problems: list[str]) -> LocalTable:

@@ -18,11 +18,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from megalith import storage
 from megalith.checkpoint.commit import FolderTexts, Retention, commit_folder
+from megalith.checkpoint.copies import CopyServer, PeerAddress, send_copy
+from megalith.checkpoint.local_table import LocalTable, commit_local_folder, explain_full
 from megalith.checkpoint.manifest import (
     PARTS,
     StoredBox,
@@ -98,7 +101,33 @@ class Commit:
     """Command to complete the checkpoint of the last job, after all ranks have written it."""
 
 
-Command = WritePlan | SaveJob | Commit
+@dataclass(frozen=True, slots=True)
+class ServeCopies:
+    """Command to receive the copies of other ranks."""
+
+    host: str
+    """Address of this machine at which the writers of the peers reach it."""
+    secret: bytes
+    """Of the run; proves that a connection is from one of its writers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJob:
+    """A local checkpoint whose values are complete in the shared memory."""
+
+    staging: Path
+    table: LocalTable
+    """Without boxes, which the writer adds."""
+
+    state: bytes
+    peers: tuple[PeerAddress, ...]
+    """Ranks that store copies of this rank's boxes."""
+
+    sources: tuple[int, ...]
+    """Ranks of whose boxes this rank stores copies."""
+
+
+Command = WritePlan | SaveJob | Commit | ServeCopies | LocalJob
 
 # --- reports of the writer
 
@@ -126,6 +155,13 @@ class CommitReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPort:
+    """The writer receives copies at this port."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailure:
     """The job failed; the process continues."""
 
@@ -141,7 +177,7 @@ class LoggedLine:
     text: str
 
 
-Report = WriteProgress | PartReport | CommitReport | JobFailure | LoggedLine
+Report = WriteProgress | PartReport | CommitReport | CopyPort | JobFailure | LoggedLine
 
 _CHUNK_NBYTES = 2**20
 """Bytes that are hashed and then written while they are in the processor's cache."""
@@ -231,6 +267,8 @@ class CheckpointWriter:
     _checked_plans: tuple[str, ...] = field(default=(), init=False)
     """Plans of all ranks whose boxes were checked to cover every tensor once."""
 
+    _copies: CopyServer | None = field(default=None, init=False)
+    _secret: bytes = field(default=b"", init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _reported: float = field(default=0.0, init=False)
 
@@ -245,6 +283,12 @@ class CheckpointWriter:
                 if isinstance(command, SaveJob):
                     job = command
                     self._write(job)
+                elif isinstance(command, LocalJob):
+                    self._write_local(command)
+                elif isinstance(command, ServeCopies):
+                    self._secret = command.secret
+                    self._copies = CopyServer(command.host, command.secret, self._report_progress)
+                    self._report(CopyPort(self._copies.port))
                 else:
                     assert job is not None and job.commit is not None, "a job comes first"
                     self._commit(job, job.commit)
@@ -296,6 +340,40 @@ class CheckpointWriter:
         storage.write_new(job.staging / PARTS / part_name(job.rank), dump_part(part))
         nbytes = sum(file.nbytes for file in part.files.values())
         self._report(PartReport(nbytes, time.monotonic() - started))
+
+    def _write_local(self, job: LocalJob) -> None:
+        """Write the boxes of a local checkpoint, send them to the peers, store the copies that this
+        rank receives, and complete the folder."""
+        started, table = time.monotonic(), job.table
+        assert self._copies is not None or not job.sources, "ServeCopies comes first"
+        if self._copies is not None:
+            self._copies.expect(table.save, job.staging, job.sources)
+        contents = divide_boxes(self._plan, 1)
+        hashes: dict[tuple[str, Box], str] = {}
+        with explain_full(job.staging.parent.parent):
+            for boxes in contents:
+                hashes |= self._write_file(job.staging / box_file_name(table.rank, 0), boxes)
+        parts = {table.rank: plan_files(self._plan, table.rank, 1, hashes)}
+        for peer in job.peers:
+            chunks = (
+                chunk for boxes in contents for _, box in boxes for chunk in self._iter_sent(box)
+            )
+            send_copy(peer, self._secret, table.save, table.rank, parts[table.rank], chunks)
+        if self._copies is not None:
+            parts |= self._copies.wait(self._is_rank_alive)
+        if not self._is_rank_alive():  # the next run may continue from an older step by now
+            raise CheckpointError("The rank has ended.")
+        commit_local_folder(job.staging, replace(table, parts=parts), job.state)
+        nbytes = sum(file.nbytes for part in parts.values() for file in part.files.values())
+        self._report(PartReport(nbytes, time.monotonic() - started))
+
+    def _is_rank_alive(self) -> bool:
+        return os.getppid() == self.rank_pid
+
+    def _iter_sent(self, box: PlannedBox) -> Iterator[bytes | memoryview]:
+        for chunk in self._iter_chunks(box):
+            yield chunk
+            self._report_progress()
 
     def _write_file(
         self, path: StoragePath, contents: Sequence[tuple[str, PlannedBox]]

@@ -25,6 +25,7 @@ SUMMARIES = {
     "data": "inspect, verify and merge .bin/.idx files, and pack conversations",
     "train": "train a recipe; the same command resumes",
     "request": "make a running job save, evaluate, profile or stop",
+    "report": "goodput of a run, and the time that it lost by cause",
     "evaluate": "loss and bits per byte of a checkpoint on held-out text",
     "routing": "expert load and cross-layer routing predictability of a run",
     "generate": "generate text with a checkpoint or a Hugging Face model",

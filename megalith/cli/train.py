@@ -18,7 +18,7 @@ from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
-    from megalith.launch.launcher import LocalRanks
+    from megalith.launch.launcher import Failure, LocalRanks
     from megalith.launch.rounds import RestartClient
     from megalith.train.callbacks.base import Outcome
 
@@ -50,6 +50,10 @@ class TrainCommand:
     callback: tuple[str, ...] = ()
     """Callbacks of the run, each package.module:Class (docs/howto/callbacks.md)."""
 
+    reset_attempts: bool = False
+    """Do not count earlier starts of the run that failed; after several with the same cause, a run
+    is not started."""
+
     print_config: bool = False
     """Print every setting with its value and its source, and do not train."""
 
@@ -70,12 +74,16 @@ def main(argv: list[str]) -> int:
         return 0
     run = resolve_run(command.recipe, overrides)
     _check_restarts(command, run)
-    if must_start_workers(run, command.nproc, restarts=command.restarts):
+    starts_workers = must_start_workers(run, command.nproc, restarts=command.restarts)
+    if command.reset_attempts:
+        _reset_attempts(run, command)
+    if starts_workers:
         from megalith.launch.launcher import run_workers
 
         return run_workers(
             ["train", *argv],
             command.nproc,
+            on_failure=partial(_record_failure, run, command),
             restarts=command.restarts,
             build_ranks=_build_ranks_in_place(run, command) if run.restart.max_in_place else None,
         )
@@ -147,6 +155,22 @@ def _check_restarts(command: TrainCommand, run: TrainRun) -> None:
             "rank, and only that one can start it again. Use --restarts=0 and the launcher's own "
             "option, such as --max-restarts of torchrun."
         )
+
+
+def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
+    """Make earlier starts of the run not count; in the first process of the job only."""
+    from megalith.launch.launcher import LAUNCHER
+    from megalith.train.start_records import reset_attempts
+
+    if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0":
+        reset_attempts(_select_folder(run, command))
+
+
+def _record_failure(run: TrainRun, command: TrainCommand, failure: "Failure", code: int) -> None:
+    """Write into the folder of the run why its ranks have ended."""
+    from megalith.train.start_records import record_failure_of_launch
+
+    record_failure_of_launch(_select_folder(run, command), failure, code)
 
 
 def print_settings(recipe: str, overrides: Mapping[str, Override]) -> None:
@@ -240,6 +264,7 @@ def _train_round(
     from megalith.train.distributed import join_job
     from megalith.train.loop import run_training
     from megalith.train.run_folder import RunFolder
+    from megalith.train.starts import StartLog
 
     run = resolve_recompute(run)
     callbacks = load_callbacks(callback_names)
@@ -252,7 +277,13 @@ def _train_round(
             job.device,
             callbacks=[*callbacks, *progress],
             job_end_time=read_job_end_time(os.environ),
-            job_started=None if client is None else client.round.job_started,
+            starts=StartLog(
+                path,
+                rank=job.mesh.world.rank,
+                escalates=True,
+                environment=os.environ,
+                current_round=None if client is None else client.round,
+            ),
         )
 
 

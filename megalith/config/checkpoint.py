@@ -18,6 +18,9 @@ LoadMode = Literal["weights", "progress", "all"]
 """State loaded by a new run: weights; also the progress in data and schedules; also the
 optimizer state."""
 
+ParallelLoad = bool | Literal["auto"]
+"""Whether ranks that need the same boxes of a checkpoint read them once and exchange them."""
+
 NewRowInit = Literal["zero", "mean"]
 """Initial value of vocabulary rows that the loaded model does not have."""
 
@@ -115,6 +118,14 @@ class CheckpointConfig:
     allow_model_changes: tuple[str, ...] = ()
     """Model settings, or sections of them, that may differ from those of the loaded checkpoint,
     such as model.rope."""
+
+    parallel_load: ParallelLoad = "auto"
+    """Whether a box of a checkpoint that several ranks need is read by one of them, which sends it
+    to the others. auto: if the checkpoint is in an object store or on a network file system."""
+
+    exchange_buffer_mb: Annotated[int, Ge(1)] = 256
+    """Size of the buffer for boxes that ranks exchange (`parallel_load`), in MiB per rank; larger
+    boxes are exchanged one by one."""
 
     save_optimizer: bool = True
     """Save master weights and optimizer state. Off: a run can resume only with

@@ -13,6 +13,7 @@ import yaml
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.compose import load_composed
 from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer, parse_blend
+from megalith.config.fault_injection import FaultInjectorConfig
 from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
@@ -280,6 +281,9 @@ class TrainRun:
 
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Profile of a window of steps."""
+
+    fault_injector: FaultInjectorConfig | None = None
+    """Fault injection, for tests of fault tolerance. Unset: no planted fault."""
 
     evaluate: dict[str, SuiteConfig] = field(default_factory=dict, hash=False)
     """Evaluation suites by name, such as evaluate.code.path; their metrics are NAME_loss,

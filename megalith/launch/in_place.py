@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megalith.config.restart import RestartConfig
 from megalith.errors import RankError
 from megalith.launch.launcher import (
     ENDING_SIGNALS,
+    FAULT,
     FINAL_CODES,
     POLL_SECONDS,
     STOPPED,
@@ -108,9 +110,18 @@ class Restart:
 class InPlaceRanks(LocalRanks):
     """Local ranks that are restarted in place."""
 
-    def __init__(self, *arguments: object, policy: InPlacePolicy) -> None:
-        """`arguments`: those of `LocalRanks`."""
-        super().__init__(*arguments)  # type: ignore[arg-type]  # passed on unchanged
+    def __init__(
+        self,
+        command: list[str],
+        nproc: int,
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        policy: InPlacePolicy,
+        on_failure: Callable[[Failure, int], None] | None = None,
+    ) -> None:
+        """`on_failure` also receives the cause of each restart."""
+        super().__init__(command, nproc, folder, environment, on_failure=on_failure)
         self.policy = policy
         self.round = 0
         self._members: list[Member] = []  # by rank
@@ -375,7 +386,10 @@ class InPlaceRanks(LocalRanks):
         if problem is not None:
             self._end_job(problem)
             return
-        reason = self._describe(restart, alive, remaining)
+        failures = self._list_failures(restart, alive)
+        if self.on_failure is not None:
+            self.on_failure(failures[0], FAULT)
+        reason = self._describe(restart, alive, remaining, failures[0])
         print_launcher_line(reason)
         self._start_round(alive | restart.replacements, remaining, reason)
 
@@ -404,22 +418,24 @@ class InPlaceRanks(LocalRanks):
         for rank, member in enumerate(self._members):
             self._assign(member, rank, reason)
 
-    def _describe(
-        self, restart: Restart, alive: dict[int, Member], remaining: Sequence[int]
-    ) -> str:
-        """Return the cause of a restart and what becomes of the ranks, as a line."""
+    def _list_failures(self, restart: Restart, alive: dict[int, Member]) -> list[Failure]:
+        """Return the failures of the round, the cause first."""
         left = [Failure(**member.left.failure) for member in alive.values() if member.left]
         deaths = [
             failure for rank, failure in restart.deaths.items() if rank not in restart.unresponsive
         ]
-        failures = sort_failures([*deaths, *left])
-        cause = (
-            self._hang.summary
-            if self._hang is not None
-            else describe_in_a_line(failures)
-            if failures
-            else "a rank did not answer"
-        )
+        hangs = [] if self._hang is None else [self._hang]
+        return [*hangs, *sort_failures([*deaths, *left])]
+
+    def _describe(
+        self,
+        restart: Restart,
+        alive: dict[int, Member],
+        remaining: Sequence[int],
+        cause: Failure,
+    ) -> str:
+        """Return the cause of a restart and what becomes of the ranks, as a line."""
+        shown = cause.summary if cause.is_report else describe_in_a_line([cause])
         replaced = [rank for rank in restart.replacements if rank in remaining]
         num_kept = sum(rank in remaining for rank in alive)
         parts = [f"{num_kept} of {self.nproc} ranks keep their processes"]
@@ -430,7 +446,7 @@ class InPlaceRanks(LocalRanks):
         if len(remaining) < self.nproc:
             parts.append(f"the run continues on {len(remaining)} of {self.nproc} ranks")
         number = f"restart {self.round + 1} in place"
-        return f"{cause}; {number}: {', '.join(parts)}"
+        return f"{shown}; {number}: {', '.join(parts)}"
 
     def _refill_spares(self) -> None:
         """Start spares in place of those that were used or have ended."""

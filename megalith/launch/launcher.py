@@ -278,15 +278,17 @@ def run_workers(
     *,
     command: Sequence[str] = (sys.executable, "-m", "megalith"),
     environment: Mapping[str, str] = os.environ,
+    on_failure: Callable[[Failure, int], None] | None = None,
     restarts: int = 0,
-    build_ranks: "Callable[[list[str], int, Path, Mapping[str, str]], LocalRanks] | None" = None,
+    build_ranks: "Callable[..., LocalRanks] | None" = None,
 ) -> int:
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
     Rank 0 uses the terminal; the output of the others is stored and shown if they fail. When one
     fails the others get SIGTERM after a second and SIGKILL 5 s later. The first SIGINT, SIGTERM or
     SIGHUP to this process is forwarded, so that the ranks save and stop; a second one kills them.
-    The ranks end when this process ends in any way.
+    The ranks end when this process ends in any way. `on_failure` receives the failure that came
+    first, and the exit code of the job.
 
     restarts: how often all ranks are started again after a fault (a job restart); never after a
     signal, an error that the user can fix, or a stop after a save. build_ranks: how they are
@@ -304,7 +306,8 @@ def run_workers(
     times: list[float] = []
     while True:
         with _launch_folder() as folder:
-            ranks = build([*command, *argv], nproc, folder, environment)
+            words = [*command, *argv]
+            ranks = build(words, nproc, folder, environment, on_failure=on_failure)
             with _signals_to(ranks):
                 try:
                     ranks.start()
@@ -475,6 +478,8 @@ class LocalRanks:
     """When the first rank was found to have failed; after that the others are ended."""
     sent_sigterm: bool = False
     """Whether SIGTERM has been sent."""
+    on_failure: Callable[[Failure, int], None] | None = None
+    """Receives the failure that came first, and the exit code of the job."""
 
     def start(self) -> None:
         """Start every rank."""
@@ -594,8 +599,12 @@ class LocalRanks:
         failures = [failure for failure in failure_by_rank.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
             print_launcher_line(f"interrupted by {signal.Signals(self.signals[0]).name}")
+            self._report_interrupt(128 + self.signals[0])
             return 128 + self.signals[0]
         first = sort_failures(failures)[0]
+        if self.on_failure is not None:
+            is_user_error = codes[first.rank] == USER_ERROR
+            self.on_failure(first, USER_ERROR if is_user_error else FAULT)
         if codes[first.rank] == USER_ERROR and self.record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
@@ -632,6 +641,11 @@ class LocalRanks:
             for rank, process in enumerate(self.processes)
             if process.returncode not in (0, STOPPED)
         }
+
+    def _report_interrupt(self, code: int) -> None:
+        if self.on_failure is not None:
+            text = f"interrupted by {signal.Signals(self.signals[0]).name}"
+            self.on_failure(Failure(0, text, text, time.monotonic_ns()), code)
 
     def _failure(self, rank: int) -> Failure | None:
         """Return how a rank failed; None if the launcher ended it."""

@@ -276,6 +276,8 @@ def translate_folders(draft: Draft) -> None:
         draft.put("--no-save-optim", "checkpoint.save_optimizer", False)
     if arguments.value("--async-save"):
         draft.put("--async-save", "checkpoint.async_save", True)
+    if arguments.value("--ckpt-fully-parallel-load"):
+        draft.put("--ckpt-fully-parallel-load", "checkpoint.parallel_load", True)
     if arguments.given("--dist-ckpt-workers"):
         threads = arguments.value("--dist-ckpt-workers")
         draft.put("--dist-ckpt-workers", "checkpoint.writer_threads", threads)

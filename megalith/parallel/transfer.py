@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megalith.parallel.group import Group, start_receive, start_send
 from megalith.plan.shards import Box
+from megalith.plan.shared_reads import SharedRead
 from megalith.plan.transfer import WeightTransfer
 
 TRANSFER_TAG = 1 << 21
@@ -57,6 +58,38 @@ def _receive(target: Tensor, dtype: torch.dtype, group: Group, sender: int) -> N
 def _select(values: Tensor, box: Box) -> Tensor:
     """Return the view of a box in coordinates of the tensor."""
     return values[tuple(slice(*span) for span in box)]
+
+
+SHARED_BOX_TAG = 1 << 23
+"""Tag of the messages of shared boxes."""
+
+
+def exchange_shared_boxes(
+    reads: Sequence[SharedRead], values: Mapping[int, Tensor], group: Group
+) -> None:
+    """Send the boxes that this rank has read, and receive those that others have read, in place.
+    Collective over `group`.
+
+    values: host tensors by number of the box: those that this rank sends and receives.
+    """
+    work = []
+    for read in reads:
+        if group.rank == read.reader:
+            message = _as_bytes(values[read.box])
+            work += [
+                start_send(message, group, receiver, tag=SHARED_BOX_TAG)
+                for receiver in read.receivers
+            ]
+        elif group.rank in read.receivers:
+            buffer = _as_bytes(values[read.box])
+            work.append(start_receive(buffer, group, read.reader, tag=SHARED_BOX_TAG))
+    for each in work:
+        each.wait()
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    """Return the elements as uint8 [nbytes]; a view if they are contiguous."""
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 # --- bytes, in messages of bounded size

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 
 from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems, tokenizer_problems
+from megalith.config.fault_injection import fault_injector_problems
 from megalith.config.fields import range_problems
 from megalith.config.lora import lora_problems
 from megalith.config.observe import observe_problems, profile_problems
@@ -144,6 +145,15 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         + observe_problems(run.observe)
         + suite_problems(run)
         + profile_problems(run.profile, steps=t.steps, world=world)
+        + fault_injector_problems(
+            run.fault_injector,
+            steps=t.steps,
+            world=world,
+            saves={
+                "save": bool(run.checkpoint.every or run.checkpoint.local.every),
+                "evaluate": bool(t.eval_every and t.eval_steps),
+            },
+        )
     )
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.launch.launcher import end_rank
+from megalith.launch.launcher import FAULT, Failure, end_rank
 from megalith.launch.rounds import OpenedSockets, RestartClient
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
 from megalith.launch.worker import (
@@ -31,6 +32,7 @@ from megalith.observe.flight import FlightRecorder
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import check_run
+from megalith.train.start_records import record_failure_of_launch
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,15 @@ class Job:
     def first(self) -> bool:
         """Whether this is rank 0, which prints and logs."""
         return self.mesh.world.rank == 0
+
+
+def _end_rank(
+    failure: Failure, after_seconds: float, *, environment: Mapping[str, str], folder: Path | None
+) -> NoReturn:
+    """End this rank; write its failure into the run folder, unless another rank has failed."""
+    if folder is not None and not failure.is_consequence:
+        record_failure_of_launch(folder, failure, FAULT)
+    end_rank(failure, after_seconds, environment=environment)
 
 
 @contextmanager
@@ -132,7 +143,11 @@ def _join_ranks(
         worker.rank,
         worker.world,
         run.parallel.timeout_seconds,
-        end=partial(end_rank, environment=environment) if client is None else client.report_hang,
+        end=(
+            partial(_end_rank, environment=environment, folder=folder)
+            if client is None
+            else client.report_hang
+        ),
         where=partial(name_rank, grid),
         folder=folder,
         device=worker.device,

@@ -32,6 +32,8 @@ from megalith.train.callbacks.base import (
     configure_callbacks,
     load_installed_callbacks,
 )
+from megalith.train.callbacks.events import EventsWriter
+from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import (
     Checkpointer,
     Evaluator,
@@ -61,6 +63,7 @@ from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
 
 
@@ -73,15 +76,15 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
-    job_started: float | None = None,
+    starts: StartLog | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job. `job_started`: `time.monotonic()` from which train.max_minutes
-    counts; None: from the first step on.
+    batch system ends the job. `starts`: records this start and its exit; by default in the folder,
+    without an older checkpoint after failed starts.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -96,9 +99,11 @@ def run_training(
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
+    starts = starts or StartLog(folder.path, rank=mesh.world.rank)
     with (
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
+        starts.record_failure(),
         _open_log(folder, run, mesh.world.rank),
         record_memory_history(folder.path, device, mesh.world.rank)
         if run.observe.memory_history
@@ -110,14 +115,23 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
         _open_checkpoints(folder.checkpoints, mesh)
         try:
-            prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
+            prepared = PreparedRun(run, folder, mesh, device, progress.print_line, starts)
         except Exception as error:
             if is_out_of_memory(error):
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
-        stop_requests = StopRequests(job_end_time, job_started)
-        return TrainLoop(prepared, progress, lock, callbacks, stop_requests).run()
+        stop_requests = StopRequests(job_end_time, starts.job_started)
+        outcome = TrainLoop(prepared, progress, lock, callbacks, stop_requests).run()
+        if first:
+            starts.write_exit(
+                outcome.reason or outcome.kind, _EXIT_CODES[outcome.kind], step=outcome.step
+            )
+        return outcome
+
+
+_EXIT_CODES = {"done": 0, "stopped": 75, "suspect": 76}
+"""Exit code of each kind of outcome."""
 
 
 def _open_checkpoints(folder: StoragePath, mesh: Mesh) -> None:
@@ -167,6 +181,7 @@ class TrainLoop:
         self.lengths = schedule_lengths(
             run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
         )
+        self.events = EventsWriter()
         self.fault_detector = FaultDetector()
         self.stop_requests = stop_requests
         self.evaluator = Evaluator()
@@ -178,6 +193,7 @@ class TrainLoop:
         uses_trackers = run.observe.wandb is not None or run.observe.mlflow is not None
         self.callbacks = CallbackList(
             [
+                self.events,  # first, so that its times contain no other callback
                 self.run_requests,  # its on_end runs last, when profiles are written
                 ReplicaCheck(),
                 RunFiles(),
@@ -195,6 +211,7 @@ class TrainLoop:
                 MetricsWriter(),
                 *([ExperimentTrackers()] if uses_trackers else []),
                 ProgressReporter(progress),
+                *([FaultInjector(run.fault_injector)] if run.fault_injector else []),
                 *callbacks,
             ]
         )
@@ -202,7 +219,9 @@ class TrainLoop:
         self._skipped_steps = frozenset(run.train.skip_steps)
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
-        self.view = RunView(prepared, progress.print_line, self.callbacks.request)
+        self.view = RunView(
+            prepared, progress.print_line, self.callbacks.request, self.events.record
+        )
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
@@ -354,10 +373,10 @@ class TrainLoop:
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
         self._phase = f"while step {self.prepared.state.step} was saved"
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("save", step=self.view.step):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
@@ -366,13 +385,13 @@ class TrainLoop:
         if not self.local_checkpointer.is_due():
             return
         self._phase = f"while step {self.prepared.state.step} was saved locally"
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("save_local", step=self.view.step):
             self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""
         self._phase = "while the save in flight was completed"
-        with self.timers.section("save"):
+        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
             result = self.checkpointer.drain()
         self._notify_save(result)
 

@@ -2,6 +2,7 @@
 damaged; builds the trainer and the data, and loads weights, optimizer state and counters."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from megalith import storage
 from megalith.checkpoint.commit import set_aside_damaged
-from megalith.checkpoint.format import MANIFEST, CheckpointEntry
+from megalith.checkpoint.format import MANIFEST, CheckpointEntry, folder_name
 from megalith.checkpoint.load import (
     Checkpoint,
     find_latest,
@@ -19,6 +20,7 @@ from megalith.checkpoint.load import (
     open_checkpoint,
 )
 from megalith.checkpoint.local import LocalCheckpoint, LocalTier
+from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
@@ -68,6 +70,7 @@ from megalith.train.run_folder import (
     write_config,
     write_parameters,
 )
+from megalith.train.starts import StartLog
 from megalith.train.trainer import (
     all_gather_loaded_params,
     build_trainer,
@@ -337,11 +340,13 @@ class PreparedRun:
         mesh: Mesh,
         device: torch.device,
         print_line: Callable[[str], None],
+        starts: StartLog | None = None,
     ) -> None:
         """Build the trainer and load the folder's newest checkpoint, or what `checkpoint.load`
         names. Collective over the mesh.
 
-        `print_line`: receives each line about what was loaded, on every rank.
+        `print_line`: receives each line about what was loaded, on every rank. `starts`: records
+        this start, and may choose an older checkpoint.
         """
         self.run, self.folder, self.mesh, self.print_line = run, folder, mesh, print_line
         self.memory_before_gib = peak_memory_gib(device)
@@ -356,7 +361,11 @@ class PreparedRun:
             else LocalTier(local, folder.path.name, id_folder, mesh.world, device)
         )
         self._damaged_local_saves: tuple[str, ...] = ()
-        saved = self._open_newest()
+        self.starts = starts or StartLog(folder.path, rank=mesh.world.rank)
+        load_started = time.monotonic()
+        saved = self._choose_checkpoint(self._open_newest())
+        self.load_seconds = time.monotonic() - load_started
+        """Time in which the checkpoint was opened and loaded."""
         self.checkpoint_source = (
             open_checkpoint_source(run.checkpoint, mesh.world, vocab_size=run.model.vocab_size)
             if saved is None
@@ -378,6 +387,7 @@ class PreparedRun:
             fill=saved is None and needs_initial_weights(run),
             fill_frozen=may_keep_initial_weights(run),
         )
+        load_started = time.monotonic()
         while (damage := self._load_or_find_damage(saved)) is not None:
             saved = self._fall_back(saved, damage)
             self.state = _read_train_state(saved)
@@ -386,6 +396,7 @@ class PreparedRun:
                 for tensor in slot.state.values():
                     # filled by the damaged checkpoint, and possibly missing in the older one
                     tensor.zero_()
+        self.load_seconds += time.monotonic() - load_started
         if saved is not None and self.is_writer:
             for warning in saved.warnings():
                 _log.warning(warning)
@@ -417,6 +428,47 @@ class PreparedRun:
             return saved
         local.require_state(*PROGRESS)
         return local
+
+    def _choose_checkpoint(self, newest: Checkpoint | None) -> Checkpoint | None:
+        """Return the checkpoint with which this start begins: the newest one, or an older one after
+        starts that failed with the same cause; record the start. Collective.
+
+        Raises:
+            CheckpointError: on every rank: the run is in a crash loop, or the older checkpoint
+                cannot be read.
+        """
+        folder, world = self.folder.checkpoints, self.mesh.world
+        is_local = isinstance(newest, LocalCheckpoint)
+
+        def list_persistent() -> list[StoragePath]:
+            return list(reversed(list_complete_checkpoints(folder).values()))
+
+        persistent = raise_on_all_ranks(
+            lambda: list_persistent() if self.is_writer and self.starts.escalates else [], world
+        )[0]
+        newest_step = 0 if newest is None else newest.step
+        decision = self.starts.decide(
+            world,
+            newest_step=newest_step,
+            has_older_tier=is_local and len(persistent) > 0,
+            has_older_checkpoint=len(persistent) > 1,
+        )
+        chosen = newest
+        if decision.choice != "newest":
+            number = 0 if decision.choice == "previous_tier" else 1
+            chosen = open_checkpoint(persistent[number])
+            chosen.require_state(*PROGRESS)
+        tier = "local" if isinstance(chosen, LocalCheckpoint) else "persistent"
+        parallel = self.run.parallel
+        self.starts.write_start(
+            world,
+            step=0 if chosen is None else chosen.step,
+            newest_step=newest_step,
+            layout=f"tp={parallel.tp} cp={parallel.cp} pp={parallel.pp} dp={self.mesh.dp.size}",
+            checkpoint=None if chosen is None else folder_name(chosen.step),
+            tier="none" if chosen is None else tier,
+        )
+        return chosen
 
     def _fall_back(self, saved: Checkpoint | None, damage: DamagedCheckpointError) -> Checkpoint:
         """Return the checkpoint to load after `saved`, which is damaged. Collective.

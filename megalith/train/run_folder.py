@@ -89,6 +89,16 @@ class RunFolder:
         """Log messages with their times."""
         return self.path / "log.txt"
 
+    @property
+    def starts(self) -> Path:
+        """Starts and exits of the run: one JSON object each."""
+        return self.path / "starts.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """Events of the run with their times: one JSON object each."""
+        return self.path / "events.jsonl"
+
     def rank_log(self, rank: int) -> Path:
         """Return the path of the log messages of a rank above 0."""
         return self.path / "logs" / f"rank_{rank:05d}.txt"
@@ -198,7 +208,8 @@ def remove_new_folder_on_error(folder: RunFolder) -> Iterator[None]:
     except BaseException:
         if created and not folder.config.exists():
             with contextlib.suppress(OSError):  # files that others have put there stay
-                folder.log.unlink(missing_ok=True)
+                for file in (folder.log, folder.starts):
+                    file.unlink(missing_ok=True)
                 for path in created:
                     path.rmdir()
         raise

@@ -15,7 +15,8 @@ import torch
 from megalith import storage
 from megalith.checkpoint import local
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.checkpoint.local import LocalTier, parse_table
+from megalith.checkpoint.local import LocalTier
+from megalith.checkpoint.local_table import parse_table
 from megalith.config.checkpoint import LocalCheckpointConfig, checkpoint_problems
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, single_rank_group

@@ -4,6 +4,7 @@ continues from the newest local one, bit for bit."""
 import json
 import logging
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,28 @@ def test_run_resumes_from_the_newest_local_checkpoint(killed: Path, reference: P
     assert rows(killed) == rows(reference)
     assert_last_checkpoints_equal(killed, reference)
     assert not list(killed.with_name("run.local").iterdir())  # the persistent one holds the end
+
+
+class SlowSteps(Callback):
+    """Leaves the writer time to save every step."""
+
+    name = "slow"
+
+    def before_step(self, step: int, batches: Any) -> None:
+        time.sleep(0.1)
+
+
+def test_run_resumes_from_an_asynchronous_local_checkpoint(tmp_path: Path, reference: Path) -> None:
+    path = tmp_path / "run"
+    settings = local_settings(path) | {"checkpoint.async_save": "true"}
+    with pytest.raises(Killed):
+        train(path, settings, SlowSteps(), KillAt(7))
+    steps = [int(each.name[5:]) for each in rank_folder(path).iterdir() if each.name[5:].isdigit()]
+    assert max(steps) > 4
+    train(path, settings)
+    assert f"resuming {path} at step {max(steps)} from its local checkpoint" in log_of(path)
+    assert rows(path) == rows(reference)
+    assert_last_checkpoints_equal(path, reference)
 
 
 @pytest.mark.parametrize("damage", ["lost", "flipped", "both flipped"])

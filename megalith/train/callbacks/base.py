@@ -80,6 +80,14 @@ class Outcome:
     is not finite."""
 
 
+RecordEvent = Callable[[str, Mapping[str, Any]], None]  # Any: JSON
+"""Writes an event: its name and its fields."""
+
+
+def ignore_event(event: str, fields: Mapping[str, Any]) -> None:  # Any: JSON
+    """Do nothing: the run has no file of events."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunView:
     """What a callback sees of a run. A callback changes neither the weights nor the counters."""
@@ -93,6 +101,9 @@ class RunView:
     request: Callable[[StepRequest], None]
     """Requests an action on all ranks. A request made before backward has finished takes effect
     in the current step, a later one in the next step."""
+
+    record_event: RecordEvent = ignore_event
+    """Writes an event with its fields to events.jsonl; on rank 0."""
 
     @property
     def config(self) -> TrainRun:

@@ -14,6 +14,7 @@ import torch
 from megalith.checkpoint.async_save import MIN_NBYTES, AsyncSaver, WriterSettings, check_memory
 from megalith.checkpoint.commit import BestCheckpoints, Retention
 from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.local import LocalSaveError, LocalSaveReport
 from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.save import SaveReport, save_checkpoint
@@ -345,6 +346,7 @@ class Checkpointer(Callback):
         self._fault_detector, self._lock = fault_detector, lock
         self._num_failures = 0  # in a row
         self._num_waits = 0  # in a row
+        self._has_failed_locally = False
         self._is_delayed = False
         self._saver: AsyncSaver | None = None
         self._restored: Mapping[str, Any] = {}  # Any: JSON
@@ -437,7 +439,15 @@ class Checkpointer(Callback):
             timeout_seconds=checkpoint.writer_timeout_seconds,
             drain_seconds=checkpoint.drain_timeout_seconds,
         )
-        return AsyncSaver(entries, world, self._run.device, settings)
+        saver = AsyncSaver(entries, world, self._run.device, settings)
+        if self._run.prepared.local_tier is not None:
+            saver.serve_local(self._run.prepared.local_tier)
+        return saver
+
+    @property
+    def saver(self) -> AsyncSaver | None:
+        """Asynchronous saves of this run; None if its saves are synchronous."""
+        return self._saver
 
     def count_saves(self) -> SaveCounts:
         """Return the state of this rank's part of the asynchronous save in flight."""
@@ -454,6 +464,14 @@ class Checkpointer(Callback):
             return None
         step = self._saver.pending_step
         return self._count(self._saver.advance(*counts), step, final=False)
+
+    def report_local(self, result: LocalSaveReport | CheckpointError) -> None:
+        """Log the result of a local save: of failures only the first until a save succeeds."""
+        if isinstance(result, LocalSaveReport):
+            _log.info("%s", result)
+        elif not self._has_failed_locally:
+            self._run.log(f"the run continues without this local checkpoint: {result}")
+        self._has_failed_locally = not isinstance(result, LocalSaveReport)
 
     def drain(self) -> SaveReport | CheckpointError | None:
         """Wait for the asynchronous save in flight, and return its report or error. Collective.
@@ -620,13 +638,20 @@ class Checkpointer(Callback):
         return self._count(result, step, final=final)
 
     def _count(
-        self, result: SaveReport | CheckpointError | None, step: int | None, *, final: bool
+        self,
+        result: SaveReport | LocalSaveReport | CheckpointError | None,
+        step: int | None,
+        *,
+        final: bool,
     ) -> SaveReport | CheckpointError | None:
         """Count successful and failed saves, and log the result of the save of `step`.
 
         Raises:
             CheckpointError: the final save, or too many in a row, have failed.
         """
+        if isinstance(result, LocalSaveReport | LocalSaveError):
+            self.report_local(result)
+            return None
         if isinstance(result, CheckpointError):
             self._num_failures += 1
             if final or self._num_failures >= self._run.config.checkpoint.max_save_failures:

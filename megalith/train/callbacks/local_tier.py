@@ -1,14 +1,11 @@
 """Local checkpoints during training: when they are due, and how the loop saves them."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from megalith.errors import CheckpointError
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.callbacks.health import Checkpointer, FaultDetector
-
-_log = logging.getLogger(__name__)
 
 
 class LocalCheckpointer(Callback):
@@ -19,7 +16,7 @@ class LocalCheckpointer(Callback):
 
     def __init__(self, fault_detector: FaultDetector, checkpointer: Checkpointer) -> None:
         self._fault_detector, self._checkpointer = fault_detector, checkpointer
-        self._has_failed = False
+        self._has_skipped = False
 
     def on_start(self, run: RunView) -> None:
         """Receive the run."""
@@ -45,22 +42,35 @@ class LocalCheckpointer(Callback):
         )
 
     def save(self, callback_states: Callable[[], dict[str, Any]]) -> None:  # Any: JSON
-        """Save this step locally. A failure is logged once, until a later save succeeds.
-        Collective.
+        """Save this step locally; if saves are asynchronous, begin to. Collective.
+
+        A failure is logged once, until a later save succeeds. While another asynchronous save is
+        in flight, this one is left out, because training would wait.
 
         Raises:
             DataError: parameters are NaN or infinite.
         """
-        run = self._run.prepared
+        run, saver = self._run.prepared, self._checkpointer.saver
         assert run.local_tier is not None, "a local checkpoint is due"
+        step = run.state.step
+        if saver is not None and saver.pending_step is not None:
+            if not self._has_skipped:
+                self._run.log(
+                    f"step {step}: no local checkpoint, because the save of step "
+                    f"{saver.pending_step} is in flight; later ones are left out without a "
+                    "message. If that is too seldom, set checkpoint.local.every or "
+                    "checkpoint.writer_threads to a higher number."
+                )
+            self._has_skipped = True
+            return
         entries = self._checkpointer.entries()
         state = self._checkpointer.collect_state(entries, callback_states)
         try:
-            report = run.local_tier.save(run.state.step, entries, state, lineage=run.rollbacks)
+            if saver is not None:
+                saver.begin_local(step, entries, state, lineage=run.rollbacks)
+                return
+            report = run.local_tier.save(step, entries, state, lineage=run.rollbacks)
         except CheckpointError as error:
-            if not self._has_failed:
-                self._run.log(f"the run continues without this local checkpoint: {error}")
-            self._has_failed = True
+            self._checkpointer.report_local(error)
             return
-        self._has_failed = False
-        _log.info("%s", report)
+        self._checkpointer.report_local(report)

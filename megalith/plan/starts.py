@@ -1,0 +1,229 @@
+"""Starts of a run as pure functions of the lines of `starts.jsonl`: how each ended, crash loops,
+the checkpoint with which the next start begins, and hosts that are suspects."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+StartChoice = Literal["newest", "previous_tier", "previous_checkpoint", "reject"]
+
+DELAYS_SECONDS = 0.0, 10.0, 60.0
+"""Time before the first, second and third start after a fault with the same cause: a file system or
+network may need it to recover (training specification, 17.5)."""
+
+MAX_FAILED_STARTS = 4
+"""Starts in a row with the same cause, before a newer checkpoint, after which no other begins: two
+with the newest checkpoint, then one of the previous tier, then one of the checkpoint before."""
+
+MIN_FAULTS_OF_SUSPECT = 3
+"""Starts whose faults name a host, after which it is a suspect."""
+
+NOT_FAULTS = frozenset({0, 2, 75, 76})
+"""Exit codes after which a start does not count: done, the user must change something, stopped
+after a save, and a suspect machine, which the detection of faults counts itself."""
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class StartExit:
+    """How a start ended."""
+
+    time: float
+    """Seconds since 1970."""
+    cause: str
+    """One line: done, the reason of a stop, or the failure that came first."""
+    code: int
+    step: int | None = None
+    """The last finished step, if it is known."""
+    rank: int | None = None
+    """Rank that failed first."""
+    host: str | None = None
+    """Host of that rank."""
+    elapsed: float | None = None
+    """Seconds since the process began, by a clock that is never set; None: another process wrote
+    the line."""
+    is_consequence: bool = False
+    """Whether the failure only shows that another rank has failed."""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the start ended by a fault: no signal, and no error that the user can fix."""
+        return self.code not in NOT_FAULTS and self.code < 128
+
+    @property
+    def cause_key(self) -> str:
+        """The cause without numbers, which differ from start to start.
+
+        >>> StartExit(0.0, "rank 3 was killed by signal 9 (SIGKILL)", 1).cause_key
+        'rank # was killed by signal # (SIGKILL)'
+        """
+        return _NUMBERS.sub("#", self.cause)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a run."""
+
+    number: int
+    time: float
+    """When the checkpoint was chosen; seconds since 1970."""
+    began: float
+    """When the process of rank 0 began."""
+    step: int
+    """Step of the checkpoint with which it began; 0: from the beginning."""
+    newest_step: int
+    """Step of the newest checkpoint at that time."""
+    world_size: int
+    hosts: tuple[str, ...]
+    layout: str
+    checkpoint: str | None
+    tier: str
+    """local, persistent, or none."""
+    launcher: int | None = None
+    """Process id of our launcher, which writes the exit; None: the ranks do."""
+    exit: StartExit | None = None
+    """None: the start is running, or was killed before anything was written."""
+    is_reset: bool = False
+    """Whether --reset-attempts came after it, so that it does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecision:
+    """With which checkpoint a start begins, and when."""
+
+    choice: StartChoice
+    num_failed: int
+    """Number of starts in a row that ended with the same cause before a newer checkpoint."""
+    delay_seconds: float
+
+
+def parse_starts(rows: Iterable[Mapping[str, Any]]) -> list[Start]:  # Any: JSON
+    """Return the starts that the rows of `starts.jsonl` describe, with the exit whose failure came
+    first. Rows of other kinds are ignored; the others have no problem that `find_record_problem`
+    finds.
+    """
+    starts: dict[int, Start] = {}
+    for row in rows:
+        kind = row.get("kind")
+        if kind == "start":
+            start = _parse_start(row)
+            starts[start.number] = start
+        elif kind == "exit" and int(row["start"]) in starts:
+            number, ended = int(row["start"]), _parse_exit(row)
+            before = starts[number].exit
+            if before is None or _precedes(ended, before):
+                starts[number] = replace(starts[number], exit=ended)
+        elif kind == "reset":
+            starts = {number: replace(each, is_reset=True) for number, each in starts.items()}
+    return list(starts.values())
+
+
+def find_record_problem(row: Mapping[str, Any]) -> str:  # Any: JSON
+    """Return why a row of `starts.jsonl` cannot be read; empty if it can."""
+    try:
+        if row.get("kind") == "start":
+            _parse_start(row)
+        elif row.get("kind") == "exit":
+            int(row["start"])
+            _parse_exit(row)
+    except KeyError as error:
+        return f"it lacks {error.args[0]}"
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _parse_start(row: Mapping[str, Any]) -> Start:  # Any: JSON
+    launcher, checkpoint = row.get("launcher"), row.get("checkpoint")
+    return Start(
+        number=int(row["start"]),
+        time=float(row["time"]),
+        began=float(row["began"]),
+        step=int(row["step"]),
+        newest_step=int(row["newest_step"]),
+        world_size=int(row["world_size"]),
+        hosts=tuple(str(host) for host in row["hosts"]),
+        layout=str(row["layout"]),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        tier=str(row["tier"]),
+        launcher=None if launcher is None else int(launcher),
+    )
+
+
+def _parse_exit(row: Mapping[str, Any]) -> StartExit:  # Any: JSON
+    step, rank, host, elapsed = (row.get(name) for name in ("step", "rank", "host", "elapsed"))
+    return StartExit(
+        time=float(row["time"]),
+        cause=str(row["cause"]),
+        code=int(row["code"]),
+        step=None if step is None else int(step),
+        rank=None if rank is None else int(rank),
+        host=None if host is None else str(host),
+        elapsed=None if elapsed is None else float(elapsed),
+        is_consequence=bool(row.get("is_consequence", False)),
+    )
+
+
+def _precedes(one: StartExit, other: StartExit) -> bool:
+    """Return whether a failure is the cause of the other one: the earlier one that is not the loss
+    of a peer."""
+    return (one.is_consequence, one.time) < (other.is_consequence, other.time)
+
+
+def count_failed_starts(starts: Sequence[Start], newest_step: int) -> int:
+    """Return the number of last starts that all ended with the same fault, before there was a
+    checkpoint newer than that of step `newest_step`."""
+    counted = [start for start in starts if not start.is_reset]
+    number = 0
+    for start in reversed(counted):
+        ended, last = start.exit, counted[-1].exit
+        if (
+            ended is None
+            or last is None
+            or not ended.is_fault
+            or ended.cause_key != last.cause_key
+            or start.newest_step != newest_step
+        ):
+            break
+        number += 1
+    return number
+
+
+def decide_start(
+    starts: Sequence[Start], *, newest_step: int, has_older_tier: bool, has_older_checkpoint: bool
+) -> StartDecision:
+    """Return with which checkpoint a run starts after the starts so far.
+
+    `newest_step`: step of the newest checkpoint. `has_older_tier`: it is a local one, and there is
+    a persistent one; `has_older_checkpoint`: there is one before the newest persistent one.
+    """
+    failed = count_failed_starts(starts, newest_step)
+    delay = DELAYS_SECONDS[min(failed, len(DELAYS_SECONDS)) - 1] if failed else 0.0
+    if failed >= MAX_FAILED_STARTS:
+        return StartDecision("reject", failed, 0.0)
+    older: list[StartChoice] = []
+    if has_older_tier:
+        older.append("previous_tier")
+    if has_older_checkpoint:
+        older.append("previous_checkpoint")
+    if failed < 2 or not older:
+        return StartDecision("newest", failed, delay)
+    return StartDecision(older[min(failed - 2, len(older) - 1)], failed, delay)
+
+
+def find_suspect_hosts(starts: Sequence[Start]) -> dict[str, list[Start]]:
+    """Return the hosts that faults of several starts name, with these starts.
+
+    A host that was the only one of such a start is not blamed by it: the fault may be in the
+    program.
+    """
+    named: dict[str, list[Start]] = {}
+    for start in starts:
+        ended = start.exit
+        if start.is_reset or ended is None or not ended.is_fault or ended.host is None:
+            continue
+        if len(start.hosts) > 1 and not ended.is_consequence:
+            named.setdefault(ended.host, []).append(start)
+    return {host: each for host, each in named.items() if len(each) >= MIN_FAULTS_OF_SUSPECT}
