@@ -44,7 +44,7 @@ from megalith.launch.rounds import (
     Hang,
     Left,
     Message,
-    Ready,
+    ReadyForRank,
     Round,
     decode_message,
     encode_message,
@@ -254,7 +254,7 @@ class InPlaceRanks(LocalRanks):
 
     def _handle(self, member: Member, message: Message) -> None:
         match message:
-            case Ready():
+            case ReadyForRank():
                 member.is_ready = True
             case Left(number) if number == self.round:
                 member.left = message

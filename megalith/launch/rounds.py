@@ -75,7 +75,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyForRank:
     """A process without a rank has imported everything."""
 
 
@@ -98,9 +98,9 @@ class Hang:
     failure: dict[str, Any]  # Any: JSON, fields of `Failure`
 
 
-Message = Round | Abort | End | Ready | Left | Hang
+Message = Round | Abort | End | ReadyForRank | Left | Hang
 _KINDS: Mapping[str, type[Message]] = {
-    kind.__name__: kind for kind in (Round, Abort, End, Ready, Left, Hang)
+    kind.__name__: kind for kind in (Round, Abort, End, ReadyForRank, Left, Hang)
 }
 
 
@@ -217,7 +217,7 @@ class RestartClient:
 
         The process ends if no round follows.
         """
-        self._send(Ready())
+        self._send(ReadyForRank())
         return self._take_round()
 
     def _take_round(self) -> Round:

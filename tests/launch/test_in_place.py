@@ -158,6 +158,7 @@ def test_a_killed_rank_is_replaced_and_the_others_keep_their_processes(
     assert output == "round 0\nround 1\n", "rank 0 prints, in whichever process"
 
 
+@pytest.mark.slow  # starts several processes
 def test_two_ranks_that_are_killed_at_once_are_replaced_in_one_restart(script: Path) -> None:
     assert launch(script, {"0:0": "kill", "0:1": "kill"}) == 0
     changed = [a != b for a, b in zip(pids(script, 0), pids(script, 1), strict=True)]
@@ -170,6 +171,7 @@ def test_a_rank_that_is_killed_while_it_leaves_the_round_is_replaced(script: Pat
     assert changed == [False, True, True]
 
 
+@pytest.mark.slow  # starts several processes
 def test_restarts_follow_each_other(script: Path) -> None:
     assert launch(script, {"0:1": "kill", "1:1": "bug", "2:0": "leave"}) == 0
     assert pids(script, 3) == pids(script, 2)
@@ -209,6 +211,7 @@ def test_a_hang_aborts_the_round(script: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.startswith(expected)
 
 
+@pytest.mark.slow  # starts several processes
 def test_a_hang_after_the_last_restart_ends_the_job_with_its_report(script: Path) -> None:
     with pytest.raises(RankError, match=r"^rank 0 did not arrive at a collective") as caught:
         launch(script, {"0:1": "leave", "1:1": "hang"}, max_in_place=1)
@@ -227,6 +230,7 @@ def test_replicas_without_their_processes_are_removed(
     assert "2 of 4 ranks keep their processes, the run continues on 2 of 4 ranks" in errors
 
 
+@pytest.mark.slow  # starts several processes
 def test_a_job_that_cannot_shrink_ends_with_the_reason(script: Path) -> None:
     with pytest.raises(RankError, match=r"^rank 1 was killed by signal 9") as caught:
         launch(script, {"0:1": "kill", "stillborn": True})
@@ -255,11 +259,13 @@ def test_a_rank_that_someone_terminates_is_not_replaced(script: Path) -> None:
     assert not pids(script, 1)
 
 
+@pytest.mark.slow  # starts several processes
 def test_a_job_without_survivors_ends(script: Path) -> None:
     with pytest.raises(RankError, match="no rank has survived"):
         launch(script, {"0:0": "bug", "0:1": "bug"}, 2)
 
 
+@pytest.mark.slow  # starts several processes
 def test_spares_are_replaced_and_not_signaled_before_they_have_a_rank(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +289,7 @@ def test_spares_are_replaced_and_not_signaled_before_they_have_a_rank(
     assert not pids(script, 1)
 
 
+@pytest.mark.slow  # starts several processes
 def test_used_spares_are_started_again(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place, "SPARE_DELAY_SECONDS", 0.0)
     assert launch(script, {"0:1": "kill", "1:0": "await_spare"}, 2, spares=1) == 0

@@ -158,3 +158,21 @@ def test_restarts_are_rejected_under_another_launcher(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="such as --max-restarts of torchrun"):
         train.main(["tiny_cpu", "--restarts", "1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "text"),
+    [
+        (["--spares", "2"], None, "--spares=2 with restart.max_in_place=0"),
+        (["--spares", "-1", "--nproc", "2"], None, "--spares=-1 with"),
+        (["--restart.max_in_place", "3"], None, "restart.max_in_place=3 with --nproc=1"),
+        (["--restart.max_in_place", "3"], "0", "another launcher, such as torchrun, has started"),
+    ],
+)
+def test_restarts_in_place_that_are_not_possible_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], rank: str | None, text: str
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ConfigError, match=text):
+        train.main(["tiny_cpu", *words])
