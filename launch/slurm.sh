@@ -25,6 +25,7 @@ set -u
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # a different port for each job on a machine
 export MASTER_ADDR MASTER_PORT
+export MEGALITH_SUSPECTS="slurm-$SLURM_JOB_ID.suspects" # rank 0 writes the hosts of suspect machines here
 
 # One task is one rank. When one ends, the others must end within 120 s (--wait); srun returns the largest exit code.
 srun --kill-on-bad-exit=0 --wait=120 bash -c '
@@ -36,5 +37,7 @@ code=$?
 
 if [ "$code" -eq 75 ]; then # stopped after a save: the same command resumes
     scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" -eq 76 ] && [ -s "$MEGALITH_SUSPECTS" ]; then # a machine computes wrongly: resume on others
+    sbatch --exclude="$(cat "$MEGALITH_SUSPECTS")" --nodes="$SLURM_JOB_NUM_NODES" "$0" "$@"
 fi
 exit "$code"

@@ -39,6 +39,7 @@ from megalith.checkpoint.save import (
     dump_metadata,
     dump_state,
     explain_failure,
+    ignore_progress,
     take_snapshot,
     versions,
 )
@@ -557,8 +558,13 @@ class AsyncSaver:
             self._start_commit(pending)
         return None
 
-    def drain(self) -> SaveReport | LocalSaveReport | CheckpointError | None:
-        """Wait for the save in flight and return its report or error. Collective."""
+    def drain(
+        self, report_progress: Callable[[], None] = ignore_progress
+    ) -> SaveReport | LocalSaveReport | CheckpointError | None:
+        """Wait for the save in flight and return its report or error. Collective.
+
+        `report_progress` is called often: the timeouts of the writer apply.
+        """
         pending = self._pending
         if pending is None:
             return None
@@ -569,6 +575,7 @@ class AsyncSaver:
             while not pending.is_finished and time.monotonic() < deadline:
                 time.sleep(_WAIT_S)
                 self._poll(pending)
+                report_progress()
             states = gather_objects(pending.describe_state(), self._world)
             pending.blocked_seconds += time.monotonic() - started
             started = time.monotonic()

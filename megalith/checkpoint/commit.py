@@ -8,7 +8,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,10 @@ class Retention:
     """The last step that updated the weights, if later steps were skipped. The newest checkpoint up
     to that step is kept, because later ones may be of a divergent run."""
 
+    rollback_before: tuple[int, ...] = ()
+    """A rollback may restore a checkpoint up to each of these steps: the newest such checkpoint is
+    kept, and the oldest later one, which replaces it when these steps have grown."""
+
     best_steps: frozenset[int] = frozenset()
     """Steps with the best values of an evaluation metric."""
 
@@ -199,14 +203,24 @@ class Retention:
             return []
         complete, last = list_complete_checkpoints(folder), self.last_update
         last_good = max((step for step in complete if last is None or step <= last), default=None)
+        kept = {last_good, *self._select_for_rollback(complete)}
         return [
             complete[step]
             for step in _to_delete(complete, self.keep, self.keep_every)
-            if step != last_good
+            if step not in kept
             and step not in self.best_steps
             and not storage.is_link(complete[step])
             and not storage.exists(complete[step] / PIN)
         ]
+
+    def _select_for_rollback(self, steps: Iterable[int]) -> set[int]:
+        """Return the steps of the checkpoints that rollbacks may need, now or later."""
+        selected: set[int] = set()
+        for limit in self.rollback_before:
+            older = [step for step in steps if step <= limit]
+            later = [step for step in steps if step > limit]
+            selected |= {*([max(older)] if older else []), *([min(later)] if later else [])}
+        return selected
 
 
 class BestCheckpoints:
@@ -262,12 +276,22 @@ def set_aside_damaged(path: StoragePath) -> StoragePath:
     Raises:
         OSError: the folder cannot be renamed.
     """
+    return set_aside(path, "damaged")
+
+
+def set_aside(path: StoragePath, label: str) -> StoragePath:
+    """Rename a checkpoint to step_NNNNNNN.LABEL, so that it no longer counts as one, and update
+    `latest`; return the new path. In a store, its manifest is renamed.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
     if isinstance(path, StorePath):
         return _set_aside_prefix(path)
-    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    aside, number = path.with_name(f"{path.name}.{label}"), 1
     while aside.exists():
         number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+        aside = path.with_name(f"{path.name}.{label}-{number}")
     storage.rename(path, aside)
     storage.sync_folder(path.parent)
     _correct_pointer(path.parent)
@@ -285,6 +309,29 @@ def _set_aside_prefix(path: StorePath) -> StorePath:
     storage.remove_file(path / MANIFEST)
     _correct_pointer(path.parent)
     return aside
+
+
+def discard_later(folder: StoragePath, step: int) -> None:
+    """Delete the complete checkpoints of later steps than `step`, to which a run is rolled back;
+    those that are pinned or linked are renamed to step_NNNNNNN.rolled_back.
+
+    Raises:
+        OSError: one of them cannot be deleted or renamed.
+    """
+    complete = list_complete_checkpoints(folder)
+    later = [path for each, path in complete.items() if each > step]
+    if later:
+        storage.replace_file(folder / LATEST, f"{complete[step].name}\n".encode())
+    for path in reversed(later):
+        if storage.is_link(path) or storage.exists(path / PIN):
+            set_aside(path, "rolled_back")
+        elif isinstance(path, StorePath):
+            remove_checkpoint(path)
+        else:
+            trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
+            storage.rename(path, trash)
+            storage.sync_folder(path.parent)
+            remove_checkpoint(trash)
 
 
 def _remove_leftover_prefixes(folder: StorePath) -> list[StoragePath]:

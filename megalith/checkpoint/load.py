@@ -12,9 +12,10 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -288,6 +289,7 @@ class Checkpoint:
         purpose: Purpose = "resume",
         vocab_size: int | None = None,
         weights_role: WeightsRole = "param",
+        report_progress: Callable[[], None] | None = None,
     ) -> LoadReport:
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
@@ -299,7 +301,8 @@ class Checkpoint:
         none. If `vocab_size` is given, tables of the vocabulary may have different numbers of
         padding rows, which are set to zero. With `weights_role` ema, weights are read from their
         moving average; parameters that were not trained have none. Averages (role `ema`) that
-        the checkpoint lacks are read from the weights.
+        the checkpoint lacks are read from the weights. `report_progress` is called after each
+        stored box.
 
         Raises:
             CheckpointError: on every rank with the same text: shapes differ, or `rules` do not
@@ -327,11 +330,10 @@ class Checkpoint:
         try:
             if reads_in_parallel:
                 buffer_nbytes = rules.exchange_buffer_mb * 2**20
-                fill_in_parallel(
-                    self.manifest, parts, self._read_box, world, buffer_nbytes=buffer_nbytes
-                )
+                read_box = partial(self._read_and_report, report_progress)
+                fill_in_parallel(self.manifest, parts, read_box, world, buffer_nbytes=buffer_nbytes)
             else:
-                self._fill_on_all_ranks(parts, world)
+                self._fill_on_all_ranks(parts, world, report_progress)
             if vocab_size is not None:
                 for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
                     piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
@@ -508,18 +510,36 @@ class Checkpoint:
         self._fill({key: pieces(CheckpointEntry(pair.shard, "param", stored))})
         return stored
 
-    def _fill_on_all_ranks(self, wanted: Mapping[str, Sequence[TensorPiece]], world: Group) -> None:
+    def _fill_on_all_ranks(
+        self,
+        wanted: Mapping[str, Sequence[TensorPiece]],
+        world: Group,
+        report_progress: Callable[[], None] | None,
+    ) -> None:
         """Fill the pieces of every rank. Collective.
 
         Raises:
             CheckpointError: on every rank: a file could not be read or is damaged.
         """
-        raise_on_all_ranks(lambda: self._fill(wanted), world)
+        raise_on_all_ranks(lambda: self._fill(wanted, report_progress), world)
 
-    def _fill(self, wanted: Mapping[str, Sequence[TensorPiece]]) -> None:
+    def _fill(
+        self,
+        wanted: Mapping[str, Sequence[TensorPiece]],
+        report_progress: Callable[[], None] | None = None,
+    ) -> None:
         """Copy stored values into the pieces, reading each stored box once, in file order."""
         for needed in list_needed_boxes(self.manifest, wanted):
-            needed.fill(self._read_box(needed.key, needed.stored))
+            needed.fill(self._read_and_report(report_progress, needed.key, needed.stored))
+
+    def _read_and_report(
+        self, report_progress: Callable[[], None] | None, key: str, stored: StoredBox
+    ) -> Tensor:
+        """Read one stored box and report progress."""
+        values = self._read_box(key, stored)
+        if report_progress is not None:
+            report_progress()
+        return values
 
     def _read_box(self, key: str, stored: StoredBox) -> Tensor:
         """Read one stored box and check its hash.

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -558,7 +558,12 @@ class LocalCheckpoint(Checkpoint):
         """Return the rounded master weights, which equal the weights that the same run saved."""
         return pair.wide.to(self.dtype(f"model.{pair.shard.name}"))
 
-    def _fill_on_all_ranks(self, wanted: Mapping[str, Sequence[TensorPiece]], world: Group) -> None:
+    def _fill_on_all_ranks(
+        self,
+        wanted: Mapping[str, Sequence[TensorPiece]],
+        world: Group,
+        report_progress: Callable[[], None] | None,
+    ) -> None:
         """Fill the pieces of every rank. A damaged box is requested from its next copy. Collective.
 
         Raises:
@@ -576,7 +581,9 @@ class LocalCheckpoint(Checkpoint):
                 ) from error
             if world.rank == 0:
                 self._log_replacements(failed, reads)
-            rank_failures = raise_on_all_ranks(partial(self._execute, reads, wanted), world)
+            rank_failures = raise_on_all_ranks(
+                partial(self._execute, reads, wanted, report_progress), world
+            )
             needs = [[(read.key, read.box) for read in each] for each in rank_failures]
             failed = [read for each in rank_failures for read in each]
             damaged |= {(read.folder, read.key, read.box) for read in failed}
@@ -614,7 +621,10 @@ class LocalCheckpoint(Checkpoint):
         ]
 
     def _execute(
-        self, reads: Sequence[BoxRead], wanted: Mapping[str, Sequence[TensorPiece]]
+        self,
+        reads: Sequence[BoxRead],
+        wanted: Mapping[str, Sequence[TensorPiece]],
+        report_progress: Callable[[], None] | None,
     ) -> list[BoxRead]:
         """Execute this rank's part of a plan, one box at a time; return the boxes that it received
         damaged."""
@@ -627,6 +637,8 @@ class LocalCheckpoint(Checkpoint):
         for read in reads:
             if world.rank not in (read.sender, read.receiver):
                 continue
+            if report_progress is not None:
+                report_progress()
             stored = stored_boxes[read.key, read.box]
             data = (
                 receive_bytes(stored.nbytes, world, read.sender, device=device)

@@ -109,6 +109,10 @@ class SaveReport:
         )
 
 
+def ignore_progress() -> None:
+    """Ignore that a part of a checkpoint was written."""
+
+
 def save_checkpoint(
     folder: StoragePath,
     step: int,
@@ -119,12 +123,14 @@ def save_checkpoint(
     config_text: str,
     auxiliary_files: Mapping[str, bytes] | None = None,
     retention: Retention = KEEP_ALL,
+    report_progress: Callable[[], None] = ignore_progress,
 ) -> SaveReport:
     """Save `folder/step_NNNNNNN` from all ranks of `world`, and delete older checkpoints that
     `retention` does not keep.
 
     `state` must be the same on every rank. It is stored as JSON: tuples become lists, keys become
-    strings. `auxiliary_files` are files such as the tokenizer's; rank 0 writes them. A save that is
+    strings. `auxiliary_files` are files such as the tokenizer's; rank 0 writes them.
+    `report_progress` is called after each part that this rank has written. A save that is
     killed leaves the earlier checkpoints, and all or nothing of the new one.
 
     Raises:
@@ -134,7 +140,7 @@ def save_checkpoint(
     snapshot = take_snapshot(folder, step, entries, state, world, copy=False)
     return commit_snapshot(
         snapshot,
-        partial(write_snapshot, snapshot),
+        partial(write_snapshot, snapshot, report_progress),
         world,
         config_text=config_text,
         auxiliary_files=auxiliary_files,
@@ -217,12 +223,14 @@ def _name_staging(folder: StoragePath, step: int, world: Group) -> StoragePath:
     return prefix
 
 
-def write_snapshot(snapshot: Snapshot) -> WrittenFiles:
+def write_snapshot(
+    snapshot: Snapshot, report_progress: Callable[[], None] = ignore_progress
+) -> WrittenFiles:
     """Write this rank's part of a checkpoint; synced to disk on return.
 
     It does not communicate, so that it may run in another thread.
     """
-    return write_boxes(snapshot.staging, snapshot.rank, snapshot.entries)
+    return write_boxes(snapshot.staging, snapshot.rank, snapshot.entries, report_progress)
 
 
 def commit_snapshot(
@@ -274,10 +282,13 @@ def explain_failure(staging: StoragePath, step: int, world: Group) -> Iterator[N
 
 
 def write_boxes(
-    staging: StoragePath, rank: int, entries: Sequence[CheckpointEntry]
+    staging: StoragePath,
+    rank: int,
+    entries: Sequence[CheckpointEntry],
+    report_progress: Callable[[], None] = ignore_progress,
 ) -> WrittenFiles:
     """Write and hash this rank's boxes into one file of `staging`, or in a store into several of
-    limited size; synced to disk on return."""
+    limited size; synced to disk on return. `report_progress` is called after each box."""
     boxes: dict[str, list[StoredBox]] = {entry.key: [] for entry in entries}
     todo = (
         (entry.key, piece)
@@ -293,6 +304,7 @@ def write_boxes(
             while waiting is not None and file.nbytes < storage.max_file_nbytes(staging):
                 key, piece = waiting
                 boxes[key].append(file.add(piece.box, [piece.values]))
+                report_progress()
                 waiting = next(todo, None)
         files[name] = StoredFile(file.nbytes)
     tensors = {

@@ -2,8 +2,8 @@
 and an exit code.
 
 Exit codes: 0 success; 1 internal error, or a negative result of a command that compares; 2 user
-error; 75 stopped after saving, run the same command again; 128 + signal number if ended by a
-signal, so 130 after Ctrl-C.
+error; 75 stopped after saving, run the same command again; 76 the same on other machines, because
+one is suspect; 128 + signal number if ended by a signal, so 130 after Ctrl-C.
 """
 
 import errno

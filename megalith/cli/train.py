@@ -18,11 +18,18 @@ from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
+    from megalith.launch.heartbeat import RankHeartbeat
     from megalith.launch.launcher import Failure, LocalRanks
     from megalith.launch.rounds import RestartClient
     from megalith.train.callbacks.base import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
+SUSPECT = 76
+"""Exit code: a machine is at fault; the same command continues the run on other machines."""
+
+SUSPECT_HOSTS = "MEGALITH_SUSPECTS"
+"""Variable with the file to which the hosts of suspect machines are written, separated by commas,
+for the batch system (launch/slurm.sh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,8 @@ class TrainCommand:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit code: 0 done, 75 stopped after saving."""
+    """Run the command and return its exit code: 0 done, 75 stopped after saving, 76 stopped because
+    of a suspect machine."""
     rest, overrides = split_overrides(argv, TrainRun)
     if sum(word.partition("=")[0] == "--callback" for word in rest) > 1:
         raise ConfigError(
@@ -232,23 +240,26 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
 
 def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
+    from megalith.launch.heartbeat_process import open_heartbeat
     from megalith.launch.rounds import RestartClient
     from megalith.train.callbacks.stop import record_sigusr1
     from megalith.train.restart import preload, train_in_rounds
     from megalith.train.resume import build_checked_tokenizer
 
     client = RestartClient.from_environment(os.environ)
-    with record_sigusr1():
+    with record_sigusr1(), open_heartbeat(os.environ) as heartbeat:
         if client is not None:
             if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):  # a spare
                 preload()
             client.wait_for_round()
         build_checked_tokenizer(run)  # before the folder is created and other ranks wait
-        train = partial(_train_round, run, path, callback_names, client)
-        outcome = train() if client is None else train_in_rounds(client, train)
+        train = partial(_train_round, run, path, callback_names, client, heartbeat)
+        outcome = train() if client is None else train_in_rounds(client, train, heartbeat)
     if os.environ.get("RANK", "0") == "0":
         print(_describe_outcome(outcome, str(path), run), flush=True)
-    return 0 if outcome.kind == "done" else STOPPED
+        if outcome.kind == "suspect" and (file := os.environ.get(SUSPECT_HOSTS)):
+            _write_suspect_hosts(path, Path(file))
+    return {"done": 0, "stopped": STOPPED, "suspect": SUSPECT}[outcome.kind]
 
 
 def _train_round(
@@ -256,6 +267,7 @@ def _train_round(
     path: Path,
     callback_names: Sequence[str],
     client: "RestartClient | None",
+    heartbeat: "RankHeartbeat",
 ) -> "Outcome":
     """Join the other ranks and train."""
     from megalith.train.callbacks.base import load_callbacks
@@ -269,7 +281,7 @@ def _train_round(
     run = resolve_recompute(run)
     callbacks = load_callbacks(callback_names)
     progress = [] if client is None else [RoundProgress(client)]
-    with join_job(run, os.environ, path, client) as job:
+    with join_job(run, os.environ, path, client, heartbeat) as job:
         return run_training(
             run,
             RunFolder(path),
@@ -277,6 +289,7 @@ def _train_round(
             job.device,
             callbacks=[*callbacks, *progress],
             job_end_time=read_job_end_time(os.environ),
+            heartbeat=heartbeat,
             starts=StartLog(
                 path,
                 rank=job.mesh.world.rank,
@@ -287,7 +300,21 @@ def _train_round(
         )
 
 
+def _write_suspect_hosts(folder: Path, file: Path) -> None:
+    """Write the hosts that a run in `folder` has excluded so far, as Slurm names its nodes."""
+    from megalith.train.callbacks.fault_detection import read_suspect_exits
+
+    hosts = {host.partition(".")[0] for each in read_suspect_exits(folder) for host in each.hosts}
+    file.write_text(",".join(sorted(hosts)) + "\n")
+
+
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
+    if outcome.kind == "suspect":
+        where = "saved" if outcome.saved else "not saved; the latest checkpoint is older"
+        return (
+            f"stopped before step {outcome.step + 1} ({outcome.reason}); {where}. Run the same "
+            f"command again on other machines: {folder}/suspects.jsonl lists the suspect hosts"
+        )
     if outcome.kind == "stopped" and not outcome.saved:
         return (
             f"stopped at step {outcome.step} ({outcome.reason}) without saving; run the same "

@@ -153,6 +153,11 @@ class ObserveConfig:
     param_norm: bool = False
     """Log the L2 norm of all trained parameters, from master weights, as `param_norm`."""
 
+    straggler_check_every: Annotated[int | None, Ge(1)] = 100
+    """Steps between two comparisons of the busy times of all ranks, in which a rank that is slower
+    than others with the same work, or than in its own first steps, is reported. Unset: they are not
+    measured."""
+
     energy: bool = False
     """Log joules per step and per token and mean power, of GPUs (NVML) or of CPUs (RAPL). Omitted
     where a device has no readable counter."""

@@ -4,7 +4,7 @@ checkpointing, communication overlap, ZeRO and gradient buckets."""
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megalith.config.fields import Ge, Gt, Le
+from megalith.config.fields import Example, Ge, Gt, Le
 
 MAX_RANKS = 1 << 20
 """Maximum size of one axis. Heuristic: ten times the largest machines; plans build lists of ranks
@@ -167,12 +167,16 @@ class ParallelConfig:
 
     check_collectives: bool = False
     """Compare the arguments of every collective across ranks before it runs, so that a mismatch
-    raises an error instead of hanging; slow. Collectives of torch's FSDP2 (zero=3) are not
-    compared."""
+    raises an error instead of hanging; slow."""
 
     timeout_seconds: Annotated[float, Gt(0), Le(1e9)] = 600.0
     """Timeout of a collective in seconds, after which the run ends with an error that names the
     ranks that did not join it."""
+
+    heartbeat_timeout_seconds: Annotated[float | None, Gt(0), Le(1e9), Example(300.0)] = None
+    """Seconds without progress outside of collectives after which a rank is killed, and reported
+    with its stacks. Unset: 5 times the longest seen in the same section of the run (start, step,
+    save, load, evaluate, exit), at least 60 s; `timeout_seconds` until 16 have been seen."""
 
 
 # --- activation checkpointing (recomputation in backward) and activation offload to host memory

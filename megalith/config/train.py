@@ -13,6 +13,7 @@ import yaml
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.compose import load_composed
 from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer, parse_blend
+from megalith.config.fault_detection import FaultDetectorConfig
 from megalith.config.fault_injection import FaultInjectorConfig
 from megalith.config.fields import Example, Ge, Le, Lt
 from megalith.config.kernels import KernelSetting
@@ -85,7 +86,7 @@ class LoopConfig:
 
     skip_steps: tuple[int, ...] = ()
     """Steps, counted from 1, whose samples are read without training on them. They change neither
-    the weights nor the schedules."""
+    the weights nor the schedules, and stay skipped after a rollback."""
 
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Rows per microbatch of one rank; a rank with more rows per step uses gradient
@@ -281,6 +282,9 @@ class TrainRun:
 
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Profile of a window of steps."""
+
+    fault_detector: FaultDetectorConfig = field(default_factory=FaultDetectorConfig)
+    """Detection of numeric faults, and the actions after them."""
 
     fault_injector: FaultInjectorConfig | None = None
     """Fault injection, for tests of fault tolerance. Unset: no planted fault."""

@@ -55,6 +55,7 @@ from megalith.plan.packing import (
     labels_inside_documents,
     shift_tokens_within_documents,
 )
+from megalith.plan.rollback import NO_SAMPLES, SkippedSamples, count_read
 
 Ids = NDArray[np.int64]
 
@@ -234,7 +235,8 @@ class Loader:
     """Reads the samples of each step one step ahead, so that the all-reduce of label counts
     overlaps.
 
-    Its whole state is the number of consumed samples, which determines the order.
+    Its whole state is the number of consumed samples, which determines the order, and the ranges
+    of skipped ones.
     """
 
     def __init__(
@@ -248,14 +250,17 @@ class Loader:
         device: torch.device,
         slicing: Slicing = WHOLE,
         world_group: Group | None = None,
+        skipped: SkippedSamples = NO_SAMPLES,
     ) -> None:
-        """Create a loader that reads `steps` steps from sample `consumed` on. `world_group`: all
-        ranks, which check that they packed documents alike."""
-        self.dataset, self.settings, self.dp = dataset, settings, dp
+        """Create a loader that reads `steps` steps from sample `consumed` on, without the samples
+        `skipped`. `world_group`: all ranks, which check that they packed documents alike."""
+        self.dataset, self.settings, self.dp, self.skipped = dataset, settings, dp, skipped
         self.device, self.slicing, self.world_group = device, slicing, world_group or dp
         self.extra = declared_extra(dataset)
         self.counted_extra = [name for name, tensor in self.extra.items() if not tensor.shape]
-        self._position = consumed
+        self._position = count_read(skipped, consumed)
+        """Number of samples read and not skipped: the position in the batch-size schedule, and of
+        dropout masks."""
         self._left = steps
         self._prefetched = self._read()
 
@@ -327,7 +332,7 @@ class Loader:
         if isinstance(self.dataset, HasDocumentLengths):
             rows, stats = self._assign_rows(self.dataset)
             positions = rows
-        samples = [[self.dataset.sample(k) for k in ids] for ids in rows]
+        samples = [[self.dataset.sample(k) for k in self._locate(ids)] for ids in rows]
         batches = [
             build_batch(
                 each,
@@ -351,7 +356,8 @@ class Loader:
         """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
         rows."""
         dp, count = self.dp, self._batch_size
-        lengths = [dataset.document_lengths(self._position + number) for number in range(count)]
+        step = self._locate(range(self._position, self._position + count))
+        lengths = [dataset.document_lengths(k) for k in step]
         costs = [sum(map(self.settings.cost, row)) for row in lengths]
         assignment = assign_rows(
             costs, dp=dp.size, rows=self.settings.micro_batch_size, balanced=self.settings.balanced
@@ -371,16 +377,16 @@ class Loader:
         """Read this rank's packs of the next step's documents."""
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
-        lengths = [
-            sum(dataset.document_lengths(first + number)) for number in range(self._batch_size)
-        ]
+        step = self._locate(range(first, first + self._batch_size))
+        lengths = [sum(dataset.document_lengths(k)) for k in step]
         assignment = budget.assign_batches(lengths, self.dp.size)
         mean_tokens = sum(lengths) / len(assignment.packs)
         batches = [
             build_pack(
                 dataset,
-                [first + number for number in pack],
+                [step[number] for number in pack],
                 budget,
+                positions=[first + number for number in pack],
                 device=self.device,
                 slicing=self.slicing,
                 num_mtp_layers=self.settings.num_mtp_layers,
@@ -396,10 +402,19 @@ class Loader:
 
     def _rows(self) -> list[list[int]]:
         """Return the samples that this rank reads in the next step, per microbatch."""
+        num_samples = self.dataset.num_samples
         if self.settings.sampler == "sequential":
-            return self._places(total=self.dataset.num_samples)
+            return self._places(total=num_samples - self.skipped.count_before(num_samples))
+        consumed = self.skipped.locate(self._position)
+        last = self.skipped.locate(self._position + self._batch_size - 1)
+        if last - consumed >= self._batch_size:
+            raise DataError(
+                f"data.sampler={self.settings.sampler}: samples in the middle of the step from "
+                f"sample {consumed} on are to be skipped, and this sampler reads whole steps. Use "
+                "the batch sizes that the run had when they were skipped."
+            )
         return cyclic_sample_ids(
-            consumed=self._position,
+            consumed=consumed,
             global_batch_size=self._batch_size,
             dp=self.dp.size,
             micro_batch_size=self.settings.micro_batch_size,
@@ -420,6 +435,13 @@ class Loader:
             dp_rank=self.dp.rank,
             total=total,
         )
+
+    def _locate(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Return the samples of a sequential order, given by their index among those that are not
+        skipped; those of other orders are returned unchanged."""
+        if not self.skipped or self.settings.sampler != "sequential":
+            return numbers
+        return [self.skipped.locate(number) for number in numbers]
 
 
 class _PrefetchedStep(NamedTuple):
@@ -588,10 +610,12 @@ def build_pack(
     num_mtp_layers: int = 0,
     dropout_seed: int | None = None,
     even: float = 0.0,
+    positions: Sequence[int] | None = None,
 ) -> Batch:
     """Build one microbatch of these documents, possibly none; padding is not routed to experts.
 
-    `even`: mean number of tokens per microbatch of the step.
+    `even`: mean number of tokens per microbatch of the step; positions: of the documents among
+    those that are not skipped, for dropout; None: none are skipped.
     """
     samples, extra = [dataset.sample(k) for k in documents], declared_extra(dataset)
     packed = [sample for sample in samples if isinstance(sample, PackedSample)]
@@ -608,7 +632,7 @@ def build_pack(
             for name, tensor in extra.items()
         },
     )
-    numbers = token_numbers(documents, row, budget.longest)
+    numbers = token_numbers(documents if positions is None else positions, row, budget.longest)
     return replace(
         batch,
         sample_ids=batch.seq_params.document_ids.long() if extra else None,

@@ -22,11 +22,11 @@ from pathlib import Path
 from megalith.config.restart import RestartConfig
 from megalith.errors import RankError
 from megalith.launch.launcher import (
+    ENDED,
     ENDING_SIGNALS,
     FAULT,
-    FINAL_CODES,
     POLL_SECONDS,
-    STOPPED,
+    USER_ERROR,
     Failure,
     LocalRanks,
     describe_in_a_line,
@@ -212,6 +212,7 @@ class InPlaceRanks(LocalRanks):
         for member in members:
             member.control.close()
         self._server.close()
+        self.heartbeats.close()
 
     def wait(self) -> None:
         """Wait until a process sends a message or the next poll."""
@@ -232,9 +233,9 @@ class InPlaceRanks(LocalRanks):
     def _supervise(self, exits: Sequence[int]) -> None:
         """Begin, continue or complete a restart, or end the job."""
         codes = [self.processes[rank].returncode for rank in exits]
-        is_fault = any(code not in (0, STOPPED) for code in codes)
+        is_fault = any(code not in ENDED for code in codes)
         has_left = any(member.left is not None for member in self._members)
-        if any(code in FINAL_CODES - {STOPPED} for code in codes):
+        if USER_ERROR in codes:
             self._end_job(None)
         elif self._restart is None and (is_fault or has_left or self._hang is not None):
             self._begin_restart()
@@ -243,6 +244,7 @@ class InPlaceRanks(LocalRanks):
                 self._count_death(self._restart, rank)
             self._continue_restart(self._restart)
         elif self.failed_ns is None:
+            self.end_silent_rank()
             self._refill_spares()
 
     def _receive(self) -> None:
@@ -330,7 +332,7 @@ class InPlaceRanks(LocalRanks):
         if not alive:
             self._end_job("no rank has survived")
             return
-        if any(process.returncode in (0, STOPPED) for process in self.processes):
+        if any(process.returncode in ENDED for process in self.processes):
             self._end_job("some ranks have ended already")
             return
         now = time.monotonic()
@@ -353,7 +355,7 @@ class InPlaceRanks(LocalRanks):
             if member.is_alive and (member.is_ready or now < member.started + timeout):
                 continue
             is_late = member.is_alive
-            _end_member(member)
+            self._end_member(member)
             del restart.replacements[rank]
             if is_late:
                 restart.lost.add(rank)  # another one would need as long
@@ -400,7 +402,7 @@ class InPlaceRanks(LocalRanks):
         replace."""
         for member in self._members:
             if member not in members.values():
-                member.control.close()
+                self._end_member(member)  # it has ended already
         for rank, member in members.items():
             if rank not in remaining:  # left over by a smaller number of ranks, and warm
                 member.is_ready, member.left = True, None
@@ -426,6 +428,13 @@ class InPlaceRanks(LocalRanks):
         ]
         hangs = [] if self._hang is None else [self._hang]
         return [*hangs, *sort_failures([*deaths, *left])]
+
+    def _end_member(self, member: Member) -> None:
+        """End a process, and release what belongs to it."""
+        member.process.kill()
+        member.process.wait()
+        member.control.close()
+        self.heartbeats.remove(member.process.pid)
 
     def _describe(
         self,
@@ -455,7 +464,7 @@ class InPlaceRanks(LocalRanks):
         self._next_refill = time.monotonic() + SPARE_DELAY_SECONDS
         for spare in [spare for spare in self._spares if not spare.is_alive]:
             self._spares.remove(spare)
-            spare.control.close()
+            self._end_member(spare)
         while len(self._spares) < self.policy.num_spares and not self.signals:
             self._start_spare()
 
@@ -468,9 +477,9 @@ class InPlaceRanks(LocalRanks):
             self.send(signal.SIGKILL)  # they wait in a collective
         if self._restart is not None:
             for member in self._restart.replacements.values():
-                _end_member(member)
+                self._end_member(member)
         for spare in self._spares:
-            _end_member(spare)
+            self._end_member(spare)
         self._restart, self._spares = None, []
         for member in self._members:
             _send(member, End())
@@ -491,9 +500,3 @@ class InPlaceRanks(LocalRanks):
 def _send(member: Member, message: Message) -> None:
     with suppress(OSError):  # it has ended
         member.control.send(encode_message(message), socket.MSG_DONTWAIT)
-
-
-def _end_member(member: Member) -> None:
-    member.process.kill()
-    member.process.wait()
-    member.control.close()

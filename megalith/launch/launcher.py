@@ -28,6 +28,7 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from megalith.errors import RankError, UserError
+from megalith.launch.heartbeat import HeartbeatMonitor, HeartbeatReader
 from megalith.observe.limits import available_cores
 
 # --- failure records of worker processes, and the report of several ranks' failures as one text
@@ -209,8 +210,11 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 the parent of its folder."""
 
 USER_ERROR, FAULT, STOPPED, SUSPECT = 2, 1, 75, 76
-"""Exit codes: the user can fix it; internal error; stopped after a save; stopped because a machine
-is suspected to compute wrong values."""
+"""Exit codes: the user can fix it; internal error; stopped after a save; the same, and the run must
+continue on other machines."""
+
+ENDED = 0, STOPPED, SUSPECT
+"""Exit codes of ranks that have ended as planned."""
 
 FINAL_CODES = frozenset({USER_ERROR, STOPPED, SUSPECT})
 """Exit codes after which no rank is started again."""
@@ -295,8 +299,9 @@ def run_workers(
     supervised, by default `LocalRanks`.
 
     Returns:
-        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended
-        them before that, which is reported in one line on standard error.
+        0 when all are done, 75 when they stopped after a save, 76 when they stopped because of a
+        suspect machine, 128 + number when a signal ended them before that, which is reported in one
+        line on standard error.
 
     Raises:
         UserError: the message of the rank that failed first, if the user can fix it. RankError: the
@@ -403,7 +408,7 @@ def _write_torchrun_error(failure: Failure, file: Path, error: BaseException) ->
     if failure.is_consequence:
         # the rank that caused it should be first, and torchrun may end this rank before that
         time.sleep(NOTICE_SECONDS)
-    file.write_text(_torchrun_record(failure))
+    write_torchrun_record(failure, file)
     if isinstance(error, UserError) and not _reports_first(failure.text, file.parent.parent):
         # torchrun ends the others when the first one ends, even while one prints
         time.sleep(NOTICE_SECONDS)
@@ -431,7 +436,7 @@ def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str
     if (launcher := environment.get(LAUNCHER)) is not None:
         write_failure(failure, launcher)
     elif (file := environment.get(ERROR_FILE)) is not None:
-        Path(file).write_text(_torchrun_record(failure))
+        write_torchrun_record(failure, Path(file))
     if launcher is None and failure.is_report:
         sys.stderr.write(f"megalith: {failure.text}\n")
     time.sleep(after_seconds)
@@ -451,6 +456,11 @@ def exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def write_torchrun_record(failure: Failure, file: Path) -> None:
+    """Write a failure to the error file of torchrun."""
+    file.write_text(_torchrun_record(failure))
 
 
 def _torchrun_record(failure: Failure) -> str:
@@ -480,6 +490,8 @@ class LocalRanks:
     """Whether SIGTERM has been sent."""
     on_failure: Callable[[Failure, int], None] | None = None
     """Receives the failure that came first, and the exit code of the job."""
+    heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    """Heartbeats of the processes."""
 
     def start(self) -> None:
         """Start every rank."""
@@ -498,17 +510,19 @@ class LocalRanks:
         self, rank: int, environment: Mapping[str, str], pass_fds: tuple[int, ...]
     ) -> "subprocess.Popen[bytes]":
         """Start a process of a rank."""
+        heartbeat = HeartbeatReader()
         with self.output(rank).open("ab") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command,
-                env=environment,
+                env={**environment, **heartbeat.variable},
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,
-                pass_fds=pass_fds,
+                pass_fds=(*pass_fds, heartbeat.fd, heartbeat.stacks_fd),
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
+        self.heartbeats.add(process.pid, heartbeat)
         return process
 
     def forward_earlier_signals(self, process: "subprocess.Popen[bytes]") -> None:
@@ -553,11 +567,27 @@ class LocalRanks:
         now = time.monotonic_ns()
         new = self.find_exits(now)
         if self.failed_ns is None and any(
-            self.processes[rank].returncode not in (0, STOPPED) for rank in new
+            self.processes[rank].returncode not in ENDED for rank in new
         ):
             self.failed_ns = now
+        if self.failed_ns is None:
+            self.end_silent_rank()
         self.end_the_rest(now)
         return len(self.ended_ns) < self.nproc
+
+    def end_silent_rank(self) -> None:
+        """Kill a rank that makes no progress, after its failure was recorded for it."""
+        running = {
+            rank: process.pid
+            for rank, process in enumerate(self.processes)
+            if rank not in self.ended_ns
+        }
+        silent = self.heartbeats.find_silent(running)
+        if silent is None or self.read_record(silent.rank) is not None:
+            return
+        failure = Failure(silent.rank, silent.summary, silent.text, time.monotonic_ns())
+        write_failure(failure, f"{os.getpid()}:{self.folder}")
+        self.processes[silent.rank].send_signal(signal.SIGKILL)
 
     def end_the_rest(self, now: int) -> None:
         """End the ranks that still run some time after one has failed."""
@@ -580,6 +610,7 @@ class LocalRanks:
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        self.heartbeats.close()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward the first signal; kill all ranks on a second one. SIGUSR1 does not count."""
@@ -593,7 +624,7 @@ class LocalRanks:
     def outcome(self) -> int:
         """Return the exit code of the job, or raise the error that `run_workers` raises."""
         codes = [process.returncode for process in self.processes]
-        if all(code in (0, STOPPED) for code in codes):
+        if all(code in ENDED for code in codes):
             return max(codes)
         failure_by_rank = self.failures()
         failures = [failure for failure in failure_by_rank.values() if failure is not None]
@@ -639,7 +670,7 @@ class LocalRanks:
         return {
             rank: self._failure(rank)
             for rank, process in enumerate(self.processes)
-            if process.returncode not in (0, STOPPED)
+            if process.returncode not in ENDED
         }
 
     def _report_interrupt(self, code: int) -> None:

@@ -144,6 +144,15 @@ class HangWatch:
             last.done, last.work, self.on_device = False, None, last
         return busy
 
+    def is_waiting(self) -> bool:
+        """Return whether this rank waits at this time, which `is_late` watches: in an operation
+        for other ranks, or for its device."""
+        if self.flight.is_waiting() or inside_torch():
+            return True
+        if self.device.type == "cpu":
+            return False
+        return not torch.accelerator.current_stream(self.device).query()
+
     def _find_alarm(self, *, late: bool) -> int | None:
         """Return the rank that raised the alarm, if any; `late`: this rank tries to."""
         if late:
@@ -478,6 +487,7 @@ def fingerprint(entry: CollectiveRecord) -> Fingerprint:
         "dtype": entry.dtype,
         "site": site,
         "rows": rows,
+        "subject": entry.subject,
         "text": entry.describe(),
     }
 
@@ -489,7 +499,7 @@ def fingerprints_match(fingerprints: Mapping[int, Fingerprint], ranks: Sequence[
     expects.
     """
     first = fingerprints[ranks[0]]
-    equal_fields = ("op", "axes", "shape", "dtype", "site")
+    equal_fields = ("op", "axes", "shape", "dtype", "site", "subject")
     if any(
         fields[name] != first[name] for fields in fingerprints.values() for name in equal_fields
     ):

@@ -490,6 +490,7 @@ def translate_optimizer(draft: Draft) -> None:
         draft.put(param_map, "observe.parameters", True, text)
     _translate_precision(draft)
     _translate_nonfinite_grad(draft)
+    _translate_fault_detection(draft)
 
 
 def _translate_decoupled_lr(draft: Draft) -> None:
@@ -584,6 +585,21 @@ def _translate_nonfinite_grad(draft: Draft) -> None:
     if draft.arguments.value("--loss-scale") is not None and not skip:
         text = "a step whose gradients overflow is skipped and counted; Megatron ends the run there"
         draft.report("explained", "--loss-scale", text)
+
+
+def _translate_fault_detection(draft: Draft) -> None:
+    """Translate reruns and the checks of loss and gradients."""
+    mode = draft.arguments.value("--rerun-mode")
+    if mode == "report_stats":
+        draft.put("--rerun-mode", "fault_detector.rerun_every", 1)
+        draft.put("--rerun-mode", "fault_detector.report_stats", True)
+    elif mode is not None:
+        action = "warn" if mode == "disabled" else "rerun"
+        draft.put("--rerun-mode", "fault_detector.nonfinite", action)
+    text = "a spike is above 6 robust standard deviations of the last 128 steps"
+    for flag in ("--check-for-spiky-loss", "--check-for-large-grads"):
+        if draft.arguments.value(flag):
+            draft.put(flag, "fault_detector.spike", "rerun", text)
 
 
 # --- schedules

@@ -1,7 +1,8 @@
-"""Energy counters: NVML of NVIDIA GPUs, RAPL of CPUs."""
+"""Energy counters, and the state of a GPU: NVML of NVIDIA GPUs, RAPL of CPUs."""
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,50 @@ def open_nvml_counter(device: torch.device) -> EnergyCounter | None:
         return float(used) / 1000
 
     return read
+
+
+def describe_gpu_health(device: torch.device) -> str:
+    """Return clocks, temperature, reasons of throttling and counts of errors of a GPU as text, as
+    far as NVML provides them; empty if nvidia-ml-py is missing."""
+    if find_spec("pynvml") is None:
+        return ""
+    import pynvml
+
+    nvml: Any = pynvml  # Any: the package has no types
+    try:
+        nvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except Exception:  # a report does not end a run: no driver, no library, another API
+        return ""
+
+    def count_nvlink_errors() -> int:
+        total = 0
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            if nvml.nvmlDeviceGetNvLinkState(handle, link):
+                kind = nvml.NVML_NVLINK_ERROR_DL_REPLAY
+                total += int(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, kind))
+        return total
+
+    def count_ecc_errors() -> int:
+        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        return int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds))
+
+    sm = getattr(nvml, "NVML_CLOCK_SM", 1)
+    readings: dict[str, Callable[[], object]] = {
+        "SM clock {} MHz": lambda: nvml.nvmlDeviceGetClockInfo(handle, sm),
+        "of at most {} MHz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, sm),
+        "{} degrees C": lambda: nvml.nvmlDeviceGetTemperature(handle, 0),
+        "throttling {}": lambda: hex(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        "{} uncorrected ECC errors": count_ecc_errors,
+        "{} PCIe replays": lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle),
+        "{} NVLink replays": count_nvlink_errors,
+    }
+    texts = []
+    for text, read in readings.items():
+        with suppress(Exception):  # this GPU or driver does not provide it
+            texts.append(text.format(read()))
+    return ", ".join(texts)
 
 
 class RaplCounter:

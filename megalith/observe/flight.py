@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 from weakref import ReferenceType
 
+from megalith.observe.busy import BusyMeter, Instant
 from megalith.plan.shards import EXPERT_PARTS, PARTS
 
 RECORDED = 1024
@@ -71,8 +72,19 @@ class CollectiveRecord:
     """Rows sent to and received from each rank in an all-to-all; `shape` is then that of one
     row."""
 
+    subject: str = ""
+    """What the data is, such as the weights of an FSDP unit; empty: the line of the call says
+    it."""
+
     started: float = field(default_factory=time.monotonic)
     done: bool = False
+    meter: BusyMeter | None = None
+    """Measures how long this rank waits for the operation; None: nothing does."""
+    wait_started: Instant | None = None
+    """When this rank began to wait for it, if `meter` measures that."""
+    is_waited: bool = False
+    """Whether the host waits for it at this time; an operation may also be in flight during
+    computation."""
     work: "ReferenceType[Any] | None" = None
     """Handle that the caller waits for."""
 
@@ -83,6 +95,23 @@ class CollectiveRecord:
             return self.done
         work = self.work()
         return work is None or bool(work.is_completed())
+
+    def begin_wait(self) -> None:
+        """Record that this rank waits from now on."""
+        self.is_waited = True
+        if self.meter is not None:
+            self.wait_started = self.meter.now()
+
+    def end_wait(self) -> None:
+        """Record that this rank does not wait any more."""
+        self.is_waited = False
+        if self.meter is not None and self.wait_started is not None:
+            self.meter.add_wait(self.wait_started)
+            self.wait_started = None
+
+    def leave_in_flight(self) -> None:
+        """Record that this rank has only started the operation, and does not wait for it yet."""
+        self.is_waited, self.wait_started = False, None
 
     def __str__(self) -> str:
         return f"{self.op} {self.number} over {axes_name(self.axes)}"
@@ -99,7 +128,8 @@ class CollectiveRecord:
             if self.rows
             else ""
         )
-        return f"{self}{what}{rows}, at {short_path(self.site[0])}:{self.site[1]}"
+        subject = f", {self.subject}" if self.subject else ""
+        return f"{self}{what}{subject}{rows}, at {short_path(self.site[0])}:{self.site[1]}"
 
 
 class FlightRecorder:
@@ -111,6 +141,8 @@ class FlightRecorder:
         self.counts: dict[str, int] = {}
         self.compare: Callable[[CollectiveRecord], None] | None = None
         """Compares each operation with the other ranks' (parallel.check_collectives)."""
+        self.meter: BusyMeter | None = None
+        """Measures the waits of this rank; None: nothing does."""
 
     def enter(
         self,
@@ -123,6 +155,7 @@ class FlightRecorder:
         dtype: str = "",
         peer: int | None = None,
         rows: tuple[Sequence[int], Sequence[int]] | None = None,
+        subject: str = "",
     ) -> CollectiveRecord:
         """Record that this rank starts an operation; the caller marks it done or sets its
         handle."""
@@ -130,16 +163,22 @@ class FlightRecorder:
         self.counts[lane] = number + 1
         size = None if shape is None else tuple(shape)
         entry = CollectiveRecord(
-            op, axes, ranks, lane, number, size, dtype, call_site(), peer, rows
+            op, axes, ranks, lane, number, size, dtype, call_site(), peer, rows, subject
         )
         self.entries.append(entry)
         if self.compare is not None:
             self.compare(entry)
+        entry.meter = self.meter
+        entry.begin_wait()
         return entry
 
     def unfinished(self) -> list[CollectiveRecord]:
         """Return the operations that have started and not finished, oldest first."""
         return [entry for entry in list(self.entries) if not entry.finished]
+
+    def is_waiting(self) -> bool:
+        """Return whether the host waits for an operation at this time."""
+        return any(entry.is_waited for entry in list(self.entries))
 
     def record_torch_collective(self, ranks: tuple[int, ...]) -> None:
         """Record an operation that torch started by itself and the main thread is in."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from megalith.observe.busy import BUSY_SECTIONS, BusyMeter
 from megalith.observe.metrics import Value
 
 SECTION_LEVELS: Mapping[str, int] = {
@@ -56,6 +57,8 @@ class Timers:
         self.level = level
         self.ranges: ProfilerRanges | None = None
         """Annotates every section while a profiler records."""
+        self.meter: BusyMeter | None = None
+        """Measures the busy time of `BUSY_SECTIONS`; None: nothing does."""
 
         self._uses_events = (
             device is not None
@@ -66,7 +69,7 @@ class Timers:
 
     def section(self, name: str) -> AbstractContextManager[object]:
         """Return a context that measures one of `SECTION_LEVELS`."""
-        if self.level == 0 and self.ranges is None:
+        if self.level == 0 and self.ranges is None and self.meter is None:
             return _UNTIMED
         return _Section(self, name, is_timed=SECTION_LEVELS[name] <= self.level)
 
@@ -122,17 +125,20 @@ class Timers:
 class _Section:
     """Context of one section."""
 
-    __slots__ = ("_is_timed", "_name", "_ranges", "_started", "_timers")
+    __slots__ = ("_busy_since", "_is_timed", "_meter", "_name", "_ranges", "_started", "_timers")
 
     def __init__(self, timers: Timers, name: str, *, is_timed: bool) -> None:
         self._timers, self._name, self._is_timed = timers, name, is_timed
         self._ranges = timers.ranges
+        self._meter = timers.meter if name in BUSY_SECTIONS else None
 
     def __enter__(self) -> None:
         if self._ranges is not None:
             self._ranges.push(self._name)
         if self._is_timed:
             self._started = self._timers.start()
+        if self._meter is not None:
+            self._busy_since = self._meter.begin(self._name)
 
     def __exit__(
         self,
@@ -140,6 +146,8 @@ class _Section:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._meter is not None:
+            self._meter.end(self._name, self._busy_since)
         if self._is_timed:
             self._timers.stop(self._name, self._started)
         if self._ranges is not None:

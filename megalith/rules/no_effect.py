@@ -462,6 +462,11 @@ UNUSED: tuple[Unused, ...] = (
         "fewer steps precede profile.start, and all of them are warmup",
     ),
     Unused(
+        ("fault_detector.model_fault", "fault_detector.report_stats"),
+        lambda run, world: not run.fault_detector.uses_reruns,
+        "no step is repeated: fault_detector.nonfinite and spike are not rerun, rerun_every is 0",
+    ),
+    Unused(
         ("tokenizer.add_special_tokens",),
         lambda run, world: run.tokenizer.kind not in FILES,
         "only tokenizers read from files have special tokens",

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.launch.heartbeat import RankHeartbeat, noting_waits
 from megalith.launch.launcher import FAULT, Failure, end_rank
 from megalith.launch.rounds import OpenedSockets, RestartClient
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
@@ -65,12 +66,13 @@ def join_job(
     environment: Mapping[str, str],
     folder: Path | None = None,
     client: RestartClient | None = None,
+    heartbeat: RankHeartbeat | None = None,
 ) -> Iterator[Job]:
     """Join the process group that a launcher described in `environment`, or run on one rank.
 
     A collective that takes longer than parallel.timeout_seconds ends this process, after a report
     of all ranks' positions was written to `folder`. `client`: of a rank that may be restarted in
-    place, which leaves the round instead.
+    place, which leaves the round instead. `heartbeat`: of this rank; records when it waits.
 
     Raises:
         ConfigError: the run does not fit the number of ranks (all broken rules are listed), or
@@ -86,7 +88,7 @@ def join_job(
         yield Job(build_single_rank_mesh(), worker.device)
         return
     with _abortable(client, worker) as sockets:
-        yield from _join_ranks(run, worker, environment, folder, client, sockets)
+        yield from _join_ranks(run, worker, environment, folder, client, sockets, heartbeat)
 
 
 @contextmanager
@@ -116,6 +118,7 @@ def _join_ranks(
     folder: Path | None,
     client: RestartClient | None,
     sockets: OpenedSockets,
+    heartbeat: RankHeartbeat | None,
 ) -> Iterator[Job]:
     """Join the other ranks, and leave them at the end."""
     grid = model_grid(run.parallel, run.model, worker.world)
@@ -126,12 +129,6 @@ def _join_ranks(
     assert store is not None
     flight = FlightRecorder()
     if run.parallel.check_collectives:
-        if worker.rank == 0 and run.parallel.zero == 3:
-            _log.warning(
-                "parallel.check_collectives=true with parallel.zero=3: the collectives that "
-                "torch's FSDP2 launches to gather weights and sum gradients are not compared, nor "
-                "listed when a rank hangs. Set parallel.zero=1 to compare all of them."
-            )
         flight.compare = Fingerprints(
             clone_store(store), worker.rank, partial(name_rank, grid)
         ).compare
@@ -153,7 +150,7 @@ def _join_ranks(
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
-    with watching(watch):
+    with watching(watch), noting_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
         try:
             world = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
             check_consistent_settings(flatten(run), world)

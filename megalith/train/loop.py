@@ -15,6 +15,7 @@ from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
@@ -33,13 +34,11 @@ from megalith.train.callbacks.base import (
     load_installed_callbacks,
 )
 from megalith.train.callbacks.events import EventsWriter
+from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.fault_injector import FaultInjector
-from megalith.train.callbacks.health import (
-    Checkpointer,
-    Evaluator,
-    FaultDetector,
-    ReplicaCheck,
-)
+from megalith.train.callbacks.health import Checkpointer, Evaluator
+from megalith.train.callbacks.health_check import HealthCheck
+from megalith.train.callbacks.heartbeat import HeartbeatWriter, writing_heartbeat
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -58,11 +57,19 @@ from megalith.train.callbacks.metrics import (
     write_run_files,
 )
 from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
+from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.callbacks.requests import RunRequests
 from megalith.train.callbacks.stop import StopRequests
+from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
-from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error
+from megalith.train.rollback import roll_back
+from megalith.train.run_folder import (
+    RunFolder,
+    list_changed_settings,
+    record_skipped_samples,
+    remove_new_folder_on_error,
+)
 from megalith.train.starts import StartLog
 from megalith.train.step import StepRequest, train_step
 
@@ -76,6 +83,7 @@ def run_training(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     job_end_time: float | None = None,
+    heartbeat: RankHeartbeat | None = None,
     starts: StartLog | None = None,
 ) -> Outcome:
     """Train until the last step, a signal or the time limit, starting from the folder's newest
@@ -83,8 +91,9 @@ def run_training(
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
     the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job. `starts`: records this start and its exit; by default in the folder,
-    without an older checkpoint after failed starts.
+    batch system ends the job. `heartbeat`: of this rank, if another process checks it. `starts`:
+    records this start and its exit; by default in the folder, without an older checkpoint after
+    failed starts.
 
     Raises:
         ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
@@ -98,9 +107,11 @@ def run_training(
     callbacks = [*load_installed_callbacks(run.train.callbacks), *callbacks]
     run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
+    heartbeat = heartbeat or RankHeartbeat()
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     starts = starts or StartLog(folder.path, rank=mesh.world.rank)
     with (
+        writing_heartbeat(heartbeat, run, folder, mesh),
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
         starts.record_failure(),
@@ -115,7 +126,9 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
         _open_checkpoints(folder.checkpoints, mesh)
         try:
-            prepared = PreparedRun(run, folder, mesh, device, progress.print_line, starts)
+            prepared = PreparedRun(
+                run, folder, mesh, device, progress.print_line, starts, heartbeat
+            )
         except Exception as error:
             if is_out_of_memory(error):
                 at = "while its weights and optimizer state were allocated or loaded"
@@ -185,7 +198,9 @@ class TrainLoop:
         self.fault_detector = FaultDetector()
         self.stop_requests = stop_requests
         self.evaluator = Evaluator()
-        self.checkpointer = Checkpointer(self.fault_detector, lock)
+        self.replica_check = ReplicaCheck()
+        self.health_check = HealthCheck()
+        self.checkpointer = Checkpointer(self.fault_detector, self.replica_check, lock)
         self.local_checkpointer = LocalCheckpointer(self.fault_detector, self.checkpointer)
         self.profiler = Profiler()
         lock_id = None if lock is None else lock.holder.id
@@ -195,7 +210,9 @@ class TrainLoop:
             [
                 self.events,  # first, so that its times contain no other callback
                 self.run_requests,  # its on_end runs last, when profiles are written
-                ReplicaCheck(),
+                HeartbeatWriter(),
+                self.replica_check,
+                self.health_check,
                 RunFiles(),
                 Throughput(),
                 *build_profiling_callbacks(run, prepared.mesh.world.size, self.profiler),
@@ -203,6 +220,7 @@ class TrainLoop:
                 ExpertLoadMetrics(),
                 BatchMetrics(),
                 self.fault_detector,
+                *([] if run.observe.straggler_check_every is None else [StragglerDetector()]),
                 self.stop_requests,
                 self.evaluator,
                 self.checkpointer,
@@ -219,8 +237,13 @@ class TrainLoop:
         self._skipped_steps = frozenset(run.train.skip_steps)
         self.timers = prepared.trainer.timers
         self._phase = "before the first step"  # for the error of a lack of memory
+        self.heartbeat = prepared.heartbeat
         self.view = RunView(
-            prepared, progress.print_line, self.callbacks.request, self.events.record
+            prepared,
+            progress.print_line,
+            self.callbacks.request,
+            self.events.record,
+            self.heartbeat.beat,
         )
 
     def run(self) -> Outcome:
@@ -252,13 +275,19 @@ class TrainLoop:
         outcome = Outcome("done", num_steps)
         loader = self.prepared.build_loader()
         finished: FinishedStep | None = None
+        if self.health_check.suspect is not None:
+            saved = self.prepared.is_resumed
+            return Outcome("suspect", state.step, self.health_check.suspect, saved=saved)
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
-            if state.step + 1 in self._skipped_steps:
-                self._skip_step(loader)
+            if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
+                loader = self._skip_step(loader)
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
+            suspect = self.fault_detector.suspect or self.health_check.suspect
+            if suspect is not None:
+                return self._exit_for_other_machines(suspect)
             if StepRequest.STOP_NOW in finished.result.requests:
                 self._drain_save()
                 saved = self.checkpointer.saved_step == state.step
@@ -291,6 +320,20 @@ class TrainLoop:
         why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
         return replace(outcome, saved=False, reason=why)
 
+    def _exit_for_other_machines(self, reason: str) -> Outcome:
+        """Save the state before the discarded step, if it is valid, and return that the run must
+        continue on other machines."""
+        step = self.prepared.state.step
+        self.prepared.trainer.data.wait_params()
+        self._drain_save()
+        is_valid = self.fault_detector.is_state_valid()
+        if is_valid:
+            self._save(final=True)
+        else:
+            reason += "; its weights or optimizer state are wrong"
+        saved = is_valid and self.checkpointer.saved_step == step
+        return Outcome("suspect", step, reason, saved=saved)
+
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""
         run, state = self.prepared.run, self.prepared.state
@@ -310,33 +353,45 @@ class TrainLoop:
             groups=groups,
         )
         seconds = time.perf_counter() - started
-        num_samples = self.batch_schedule.get_batch_size(state.consumed_samples)
+        num_samples = self.batch_schedule.get_batch_size(state.read_samples)
         if not result.is_discarded:
             state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
         return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)
 
-    def _skip_step(self, loader: Loader) -> None:
-        """Read the next step's samples without training on them (train.skip_steps)."""
+    def _skip_step(self, loader: Loader) -> Loader:
+        """Read the next step's samples without training on them (train.skip_steps), and return the
+        loader of the samples that follow."""
         state = self.prepared.state
         batches = loader.next()
-        state.skip_step(
-            samples=self.batch_schedule.get_batch_size(state.consumed_samples),
+        samples = state.skip_step(
+            samples=self.batch_schedule.get_batch_size(state.read_samples),
             tokens=batches.num_tokens,
         )
+        if self.prepared.is_writer:
+            record_skipped_samples(
+                self.prepared.folder,
+                samples,
+                step=state.step,
+                cause="train.skip_steps",
+                reason="train.skip_steps names the step",
+            )
         self.progress.print_line(
             f"step {state.step}: skipped, because train.skip_steps names it; the data continues at "
             f"sample {state.consumed_samples}"
         )
+        return self.prepared.build_loader()
 
     def _roll_back(self) -> Loader:
-        """Restore the newest checkpoint, and return the loader of the samples that follow.
+        """Restore the checkpoint that a callback's plan asks for, by default the newest one, and
+        return the loader of the samples that follow.
 
         The checkpoint is saved again with the new position in the data, so that a restart does not
         read the skipped samples either.
         """
-        self._phase = "while the newest checkpoint was restored"
+        self._phase = "while an earlier checkpoint was restored"
         self._drain_save()
-        self.prepared.roll_back()
+        with self.heartbeat.within("load"):
+            roll_back(self.prepared, self.callbacks.combine_rollback_plans())
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
         return self.prepared.build_loader()
@@ -359,7 +414,7 @@ class TrainLoop:
             return
         self._phase = f"during evaluation after step {step}"
         self.callbacks.notify("before_evaluate", step)
-        with self.timers.section("evaluate"):
+        with self.heartbeat.within("evaluate"), self.timers.section("evaluate"):
             results = self.evaluator.evaluate(names)
         metrics: StepMetrics = {"step": step, **self.callbacks.section_times("evaluate")}
         for name, result in results.items():
@@ -373,10 +428,18 @@ class TrainLoop:
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
         self._phase = f"while step {self.prepared.state.step} was saved"
-        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("drain", step=self.view.step),
+        ):
             drained = self.checkpointer.drain_before_save()
         self._notify_save(drained)
-        with self.timers.section("save"), self.events.section("save", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save", step=self.view.step),
+        ):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
 
@@ -385,13 +448,21 @@ class TrainLoop:
         if not self.local_checkpointer.is_due():
             return
         self._phase = f"while step {self.prepared.state.step} was saved locally"
-        with self.timers.section("save"), self.events.section("save_local", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save_local", step=self.view.step),
+        ):
             self.local_checkpointer.save(self.callbacks.state_dict)
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""
         self._phase = "while the save in flight was completed"
-        with self.timers.section("save"), self.events.section("drain", step=self.view.step):
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("drain", step=self.view.step),
+        ):
             result = self.checkpointer.drain()
         self._notify_save(result)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from megalith.errors import CollectiveError, RankError, UserError
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.launch.launcher import Failure, exception_failure
 from megalith.launch.rounds import RestartClient
 from megalith.train.callbacks.base import Outcome
@@ -16,8 +17,11 @@ from megalith.train.callbacks.base import Outcome
 _log = logging.getLogger(__name__)
 
 
-def train_in_rounds(client: RestartClient, train: Callable[[], Outcome]) -> Outcome:
-    """Call `train` in each round until it returns; the first round has been assigned.
+def train_in_rounds(
+    client: RestartClient, train: Callable[[], Outcome], heartbeat: RankHeartbeat
+) -> Outcome:
+    """Call `train` in each round until it returns; the first round has been assigned. Between two
+    rounds the heartbeat of this rank is not monitored.
 
     Raises:
         Exception: an error of this rank after which it must not continue.
@@ -26,6 +30,7 @@ def train_in_rounds(client: RestartClient, train: Callable[[], Outcome]) -> Outc
         result = _train_round(client, train)
         if isinstance(result, Outcome):
             return result
+        heartbeat.stop()
         release_round()
         place = client.round
         _log.info("rank %d leaves round %d: %s", place.rank, place.number, result.summary)

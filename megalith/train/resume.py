@@ -4,7 +4,7 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from megalith.data.loader import BatchSettings, Loader, MaskSettings, build_mask
 from megalith.data.sample import SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import (
-    CallbackError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
@@ -53,6 +52,7 @@ from megalith.hf.pretrained import (
     with_master_weights,
     with_optimizer,
 )
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.machine import peak_memory_gib
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
@@ -60,17 +60,20 @@ from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.plan.batch_schedule import build_batch_schedule
+from megalith.plan.rollback import advance
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.storage import StoragePath
 from megalith.train.run_folder import (
     RunFolder,
     TokenizerFiles,
+    read_rolled_back_samples,
     read_tokenizer_files,
     set_aside_metrics,
     write_config,
     write_parameters,
 )
 from megalith.train.starts import StartLog
+from megalith.train.state import TrainState
 from megalith.train.trainer import (
     all_gather_loaded_params,
     build_trainer,
@@ -79,76 +82,6 @@ from megalith.train.trainer import (
 )
 
 _log = logging.getLogger(__name__)
-
-# The training state besides tensors: counters. There are no random states, because random numbers
-# are keyed.
-
-
-@dataclass(slots=True)
-class TrainState:
-    """Counters of one run, saved with every checkpoint."""
-
-    step: int = 0
-    """Number of finished steps."""
-
-    consumed_samples: int = 0
-    """Number of rows read: the position in the data."""
-
-    scheduled_samples: int = 0
-    """Number of rows of steps that updated the weights: the position in the schedules."""
-
-    tokens: int = 0
-    """Number of tokens read."""
-
-    skipped: int = 0
-    """Number of steps without an update, because a gradient was not finite, there were no labels,
-    or train.skip_steps names the step."""
-
-    skipped_in_a_row: int = 0
-    """Number of skipped steps since the last update."""
-
-    def skip_step(self, *, samples: int, tokens: int) -> None:
-        """Count a step whose samples were read and not trained on."""
-        self.step += 1
-        self.consumed_samples += samples
-        self.tokens += tokens
-        self.skipped += 1
-
-    def count_step(self, *, samples: int, tokens: int, updated: bool) -> None:
-        """Count a finished step."""
-        self.step += 1
-        self.consumed_samples += samples
-        self.tokens += tokens
-        if updated:
-            self.scheduled_samples += samples
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped += 1
-            self.skipped_in_a_row += 1
-
-    @property
-    def last_update(self) -> int:
-        """The last step that updated the weights."""
-        return self.step - self.skipped_in_a_row
-
-    def as_json(self) -> dict[str, int]:
-        """Return the counters as JSON: this object's state_dict."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(saved: dict[str, Any]) -> "TrainState":  # Any: whatever JSON holds
-        """Return the counters of `as_json`."""
-        state = TrainState()
-        state.restore(saved)
-        return state
-
-    def restore(self, saved: dict[str, Any]) -> None:  # Any: whatever JSON holds
-        """Set the counters to those of `as_json`; checkpoints before 2026-11-21 have no
-        `skipped_in_a_row`."""
-        counters = {"skipped_in_a_row": 0} | saved
-        for name in TrainState.__slots__:
-            setattr(self, name, int(counters[name]))
-
 
 # `checkpoint.load` with `load_mode` progress or all: a run that continues at the step of another
 # run's checkpoint.
@@ -244,7 +177,7 @@ def describe_checkpoint_source(
     rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
     optimizer = "with a new optimizer state" if fresh else "with its optimizer state"
     last = state.scheduled_samples + batch_schedule.count_samples(
-        run.train.steps - state.step, consumed=state.consumed_samples
+        run.train.steps - state.step, consumed=state.read_samples
     )
     changed = (
         "train.batch_size_schedule"
@@ -253,7 +186,7 @@ def describe_checkpoint_source(
     )
     schedule_end = (
         ""
-        if state.consumed_samples == batch_schedule.count_samples(state.step)
+        if state.read_samples == batch_schedule.count_samples(state.step - len(state.skipped_steps))
         else (
             f"; with the changed {changed}, train.steps={run.train.steps} "
             f"ends at sample {last} of the schedule's {lengths.total}"
@@ -316,9 +249,9 @@ CALLBACKS = "callbacks"
 ROLLBACKS = "rollbacks"
 """Key of the steps from which the run was rolled back, in the state of a checkpoint."""
 
-MAX_ROLLBACKS, ROLLBACK_WINDOW = 3, 1000
-"""Rollbacks in this number of steps after which another one ends the run (heuristic: more do not
-help)."""
+HEALTHY = "healthy"
+"""Key of the state of a checkpoint: false if the model had diverged; no run is rolled back to it.
+Missing: true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,13 +274,15 @@ class PreparedRun:
         device: torch.device,
         print_line: Callable[[str], None],
         starts: StartLog | None = None,
+        heartbeat: RankHeartbeat | None = None,
     ) -> None:
         """Build the trainer and load the folder's newest checkpoint, or what `checkpoint.load`
         names. Collective over the mesh.
 
         `print_line`: receives each line about what was loaded, on every rank. `starts`: records
-        this start, and may choose an older checkpoint.
+        this start, and may choose an older checkpoint. `heartbeat`: records progress.
         """
+        self.heartbeat = heartbeat or RankHeartbeat()
         self.run, self.folder, self.mesh, self.print_line = run, folder, mesh, print_line
         self.memory_before_gib = peak_memory_gib(device)
         """Memory of the process before it holds the data, the weights and the optimizer state."""
@@ -366,13 +301,14 @@ class PreparedRun:
         saved = self._choose_checkpoint(self._open_newest())
         self.load_seconds = time.monotonic() - load_started
         """Time in which the checkpoint was opened and loaded."""
+        self.recorded_rollbacks = self._read_recorded_rollbacks()
         self.checkpoint_source = (
             open_checkpoint_source(run.checkpoint, mesh.world, vocab_size=run.model.vocab_size)
             if saved is None
             else None
         )
         start = saved or self.checkpoint_source
-        self.state = _read_train_state(start)
+        self.state = self._read_train_state(start)
         if self.checkpoint_source is not None:
             check_steps_left(run, self.checkpoint_source, self.state)
         self.tokenizer = build_checked_tokenizer(run)
@@ -390,7 +326,7 @@ class PreparedRun:
         load_started = time.monotonic()
         while (damage := self._load_or_find_damage(saved)) is not None:
             saved = self._fall_back(saved, damage)
-            self.state = _read_train_state(saved)
+            self.state = self._read_train_state(saved)
             self.data = self._open_data(saved)
             for slot in self.trainer.optimizer.slots:
                 for tensor in slot.state.values():
@@ -411,6 +347,25 @@ class PreparedRun:
         self.rollbacks: tuple[int, ...] = (
             () if saved is None else tuple(saved.state.get(ROLLBACKS, ()))
         )
+
+    def _read_recorded_rollbacks(self) -> list[tuple[int, int]]:
+        """Return the samples that skipped.jsonl names because of rollbacks. Collective."""
+        path = self.folder.skipped
+        return raise_on_all_ranks(
+            lambda: read_rolled_back_samples(path) if self.is_writer else [], self.mesh.world
+        )[0]
+
+    def _read_train_state(self, checkpoint: Checkpoint | None) -> TrainState:
+        """Return the counters of a checkpoint; zeros if there is none. Samples that the run has
+        skipped in a rollback, after the position of an older checkpoint, stay skipped."""
+        if checkpoint is None:
+            return TrainState()
+        state = TrainState.from_json(checkpoint.state["train"])
+        if checkpoint is not self.checkpoint_source:
+            # A rollback that was not completed has ranges that this checkpoint has passed.
+            position = state.consumed_samples
+            state.skip_samples(each for each in self.recorded_rollbacks if each[0] >= position)
+        return state
 
     def _open_newest(self) -> Checkpoint | None:
         """Open the newest checkpoint of this run: a complete local one, unless the persistent one
@@ -488,51 +443,13 @@ class PreparedRun:
             _log.warning(text, saved.step, damage.reason, kind, older.path.name)
         return older
 
-    def roll_back(self) -> None:
-        """Discard the current step and restore the newest checkpoint of the run; the samples of
-        the steps since then, and of the current one, count as consumed. Collective.
-
-        Raises:
-            CallbackError: on every rank: there is no checkpoint, or too many rollbacks.
-            DataError: there are too few samples for the remaining steps.
-        """
-        step = self.state.step + 1
-        consumed = self.state.consumed_samples + self._count_samples(1)
-        recent = [each for each in self.rollbacks if step - each < ROLLBACK_WINDOW]
-        if len(recent) >= MAX_ROLLBACKS:
-            raise CallbackError(
-                f"step {step}: a callback requested a rollback after {MAX_ROLLBACKS} rollbacks in "
-                f"{ROLLBACK_WINDOW} steps (from steps {', '.join(map(str, recent))}). Reduce "
-                "schedule.lr, check the data, or run without the callback."
-            )
-        self.trainer.data.wait_params()
+    def restore_newest(self) -> Checkpoint:
+        """Load the newest checkpoint of this run in place, or an older one if it is damaged; return
+        it. Collective."""
         self.checkpoint_source = None  # the run continues from its own checkpoint
         saved = open_newest_checkpoint(self.folder.checkpoints, self.mesh.world)
-        if saved is None:
-            advice = (
-                f"Set checkpoint.every to a number from 1 to {step - 1}"
-                if step > 1
-                else "Request a rollback only after the first save"
-            )
-            raise CallbackError(
-                f"step {step}: a callback requested a rollback, and {self.folder.checkpoints} has "
-                f"no checkpoint yet. {advice}, or run without the callback."
-            )
-        saved = self._restore_undamaged(saved)
-        if self.local_tier is not None:
-            # Those of this step have the old position in the data.
-            self.local_tier.discard_after(self.state.step - 1)
-        self.state.consumed_samples = consumed
-        self.rollbacks = (*self.rollbacks, step)
-        self.callback_states = saved.state.get(CALLBACKS, {})
-        self.data = self._extend_data(self.data)
-        self.print_line(
-            f"step {step}: rolled back to the checkpoint of step {self.state.step}; continuing "
-            f"with sample {consumed}"
-        )
-
-    def _restore_undamaged(self, saved: Checkpoint) -> Checkpoint:
-        """Load a checkpoint of this run in place, or an older one if it is damaged; return it."""
+        assert saved is not None, "the caller has checked that there is one"
+        self.trainer.data.wait_params()
         self.trainer.write_guard.wait()
         while True:
             for slot in self.trainer.optimizer.slots:
@@ -571,6 +488,7 @@ class PreparedRun:
             device=self.trainer.device,
             slicing=local_slicing(self.run.parallel, self.mesh),
             world_group=self.mesh.world,
+            skipped=self.state.skipped_samples,
         )
 
     def masks(self) -> MaskSettings:
@@ -610,7 +528,8 @@ class PreparedRun:
         """Load the initial weights and state; return the error if the run's own checkpoint,
         `saved`, is damaged."""
         try:
-            self._load(saved)
+            with self.heartbeat.within("load"):
+                self._load(saved)
         except DamagedCheckpointError as error:
             if saved is None or error.path != saved.path:
                 # the user has named this checkpoint, so there is no fallback
@@ -717,6 +636,7 @@ class PreparedRun:
             rules=rules,
             purpose="start" if resets_optimizer else "resume",
             vocab_size=run.model.vocab_size if padded else None,
+            report_progress=self.heartbeat.beat,
         )
         # A folder without config.yaml was not compared by list_changed_settings.
         if saved_run is not None:
@@ -793,13 +713,20 @@ class PreparedRun:
 
     def _num_samples_needed(self) -> int:
         """Return the number of samples that are consumed after the last step."""
-        left = max(0, self.run.train.steps - self.state.step)
-        return self.state.consumed_samples + self._count_samples(left)
+        return advance(
+            build_batch_schedule(self.run.train),
+            self.state.skipped_samples,
+            consumed=self.state.consumed_samples,
+            num_steps=max(0, self.run.train.steps - self.state.step),
+        )
 
-    def _count_samples(self, num_steps: int) -> int:
-        """Return the number of samples that the next steps read."""
-        schedule = build_batch_schedule(self.run.train)
-        return schedule.count_samples(num_steps, consumed=self.state.consumed_samples)
+    def extend_data(self) -> None:
+        """Add epochs if the remaining steps need more samples, because some are skipped.
+
+        Raises:
+            DataError: there are too few samples, and they are not repeated.
+        """
+        self.data = self._extend_data(self.data)
 
     def _extend_data(self, data: RunData) -> RunData:
         """Return the data, with more epochs if the remaining steps need more samples.
@@ -841,11 +768,6 @@ class PreparedRun:
             tokenizer=self.tokenizer,
             tokenizer_path=run.tokenizer.path,
         )
-
-
-def _read_train_state(checkpoint: Checkpoint | None) -> TrainState:
-    """Return the counters of a checkpoint; zeros if there is none."""
-    return TrainState() if checkpoint is None else TrainState.from_json(checkpoint.state["train"])
 
 
 def needs_initial_weights(run: TrainRun) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from megalith import storage
 from megalith.checkpoint.load import find_latest, open_checkpoint
@@ -26,6 +27,7 @@ from megalith.hf.folder import TOKENIZER_FILES, list_auxiliary_files
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.param_groups import parameter_rows
 from megalith.storage import StoragePath
+from megalith.train.state import TrainState
 
 BATCH_SIZES = "train.global_batch_size", "train.batch_size_schedule"
 """Settings that determine the batch size of each step."""
@@ -104,9 +106,20 @@ class RunFolder:
         return self.path / "logs" / f"rank_{rank:05d}.txt"
 
     @property
+    def heartbeats(self) -> Path:
+        """Longest times without a heartbeat by section and number of ranks, from which timeouts are
+        learned."""
+        return self.path / "heartbeats.json"
+
+    @property
     def metrics(self) -> Path:
         """Metrics: one JSON object per logged step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def skipped(self) -> Path:
+        """Skipped samples: one JSON object per range, with the step and the reason."""
+        return self.path / "skipped.jsonl"
 
     @property
     def routing(self) -> Path:
@@ -179,11 +192,13 @@ def _keeps_read_batches(folder: RunFolder, before: TrainRun, run: TrainRun) -> b
 
 
 def _count_consumed_samples(folder: RunFolder) -> int:
-    """Return the samples that were read before the newest checkpoint; 0 without one."""
+    """Return the samples that were read and not skipped before the newest checkpoint; 0 without
+    one."""
     path = find_latest(folder.checkpoints)
     if path is None:
         return 0
-    return int(open_checkpoint(path).state.get("train", {}).get("consumed_samples", 0))
+    counters = open_checkpoint(path).state.get("train", {})
+    return TrainState.from_json(counters).read_samples if counters else 0
 
 
 def _advise_batch_size(fixed: list[str], folder: RunFolder) -> str:
@@ -309,9 +324,44 @@ def write_parameters(folder: RunFolder, run: TrainRun) -> None:
     storage.replace_file(folder.parameters, "".join(lines).encode())
 
 
+SKIP_CAUSE = Literal["rollback", "train.skip_steps"]
+"""Why samples are skipped."""
+
+
+def record_skipped_samples(
+    folder: RunFolder, samples: tuple[int, int], *, step: int, cause: SKIP_CAUSE, reason: str
+) -> None:
+    """Add skipped samples, first and end, to skipped.jsonl, unless it names them already; on rank
+    0. `step`: the step that is skipped, or from which the run is rolled back."""
+    row = {"first_sample": samples[0], "num_samples": samples[1] - samples[0]}
+    line = json.dumps({"step": step, **row, "cause": cause, "reason": reason})
+    if line not in _read_lines(folder.skipped):
+        storage.append_line(folder.skipped, line.encode())
+
+
+def read_rolled_back_samples(path: Path) -> list[tuple[int, int]]:
+    """Return the samples, first and end, that skipped.jsonl names because of rollbacks; a line that
+    is incomplete because the run was killed is ignored."""
+    ranges = []
+    for line in _read_lines(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            first, num_samples = int(row["first_sample"]), int(row["num_samples"])
+            if row["cause"] == "rollback" and first >= 0 and num_samples > 0:
+                ranges.append((first, first + num_samples))
+    return ranges
+
+
+def _read_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
 def set_aside_metrics(folder: RunFolder) -> Path | None:
     """Rename the metrics of a run whose checkpoints are gone; return the new path, None if there
-    are none."""
+    are none. Its list of skipped samples is deleted."""
+    folder.skipped.unlink(missing_ok=True)
     if not folder.metrics.exists() or folder.metrics.stat().st_size == 0:
         return None
     number = 1

@@ -4,14 +4,15 @@ update."""
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.train import TrainRun
-from megalith.data.loader import StepBatches
+from megalith.data.loader import Batch, StepBatches
 from megalith.errors import CallbackError, DataError
 from megalith.observe.timers import Timers
 from megalith.optim.ema import WeightEMA
@@ -24,9 +25,10 @@ from megalith.optim.optimizers import (
     sum_of_squares,
 )
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.grad_sync import GradSync, ShardedParam, byte_checksum
+from megalith.parallel.grad_sync import GradSync, ShardedParam, sum_bits
 from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.fault_policy import RankGradients, StepRun
 from megalith.train.forward_backward import (
     PipelineModel,
     StepLogitStats,
@@ -104,6 +106,9 @@ class SaveCounts(NamedTuple):
     failed: int = 0
 
 
+MAX_NAMES = 5
+"""Parameters that a rank names in a message."""
+
 MAX_RERUNS = 3
 """Reruns of one step after which another request ends the run (heuristic: a transient fault is
 gone in the first one)."""
@@ -123,6 +128,8 @@ class StepRequest(enum.Flag):
     """Do not update the weights; the samples count as consumed."""
     RERUN = enum.auto()
     """Repeat forward and backward on the same batches, and compare the gradients."""
+    RERUN_SHIFTED = enum.auto()
+    """The same, with the samples of each data-parallel rank on the next one."""
     ROLLBACK = enum.auto()
     """Discard the step, restore the newest checkpoint, and continue with the next samples."""
     STOP = enum.auto()
@@ -130,6 +137,9 @@ class StepRequest(enum.Flag):
     STOP_NOW = enum.auto()
     """Discard the step and end the run without a save."""
 
+
+RERUNS = StepRequest.RERUN | StepRequest.RERUN_SHIFTED
+"""Requests to repeat the step."""
 
 _AFTER_STEP = StepRequest.PROFILE | StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP
 """Requests that do not change the step itself."""
@@ -139,14 +149,16 @@ def resolve_requests(requests: StepRequest) -> StepRequest:
     """Return the requests that are executed: of requests that exclude each other, the later kind.
 
     >>> resolve_requests(StepRequest.SKIP | StepRequest.ROLLBACK)
-    <StepRequest.ROLLBACK: 32>
+    <StepRequest.ROLLBACK: 64>
     """
     if StepRequest.STOP_NOW in requests:
         return StepRequest.STOP_NOW
     if StepRequest.STOP in requests:
-        return requests & ~(StepRequest.RERUN | StepRequest.ROLLBACK)
+        return requests & ~(RERUNS | StepRequest.ROLLBACK)
     if StepRequest.ROLLBACK in requests:
         return StepRequest.ROLLBACK
+    if StepRequest.RERUN_SHIFTED in requests:
+        return requests & ~(StepRequest.SKIP | StepRequest.RERUN)
     if StepRequest.RERUN in requests:
         return requests & ~StepRequest.SKIP
     return requests
@@ -185,6 +197,9 @@ class StepStats:
     differing_ranks: tuple[int, ...] = ()
     """Ranks whose losses or summed gradient shards are not bitwise equal to those of the run
     before the last rerun."""
+
+    runs: tuple[StepRun, ...] = field(default=(), compare=False)
+    """Measurements of each rank in every run of the step, if it was repeated."""
 
     @property
     def is_finite(self) -> bool:
@@ -262,9 +277,10 @@ def train_step(
     backward = _run_backward(trainer, batches, hooks)
     requests = _decide(backward, hooks)
     after_step = StepRequest.NONE  # requests that a rerun does not fulfill
-    while StepRequest.RERUN in requests:
-        after_step |= requests & ~StepRequest.RERUN
-        backward = _run_backward(trainer, batches, hooks, rerun_of=backward)
+    while requests & RERUNS:
+        after_step |= requests & ~RERUNS
+        shift = int(StepRequest.RERUN_SHIFTED in requests)
+        backward = _rerun_backward(trainer, batches, hooks, backward, shift=shift)
         requests = _decide(backward, hooks, after_step)
     stats, scale = backward.stats, backward.scale
     applies = not requests & (StepRequest.SKIP | StepRequest.ROLLBACK | StepRequest.STOP_NOW)
@@ -317,15 +333,15 @@ class _Backward:
 
 
 def _run_backward(
-    trainer: Trainer, batches: StepBatches, hooks: StepHooks, *, rerun_of: _Backward | None = None
+    trainer: Trainer, batches: StepBatches, hooks: StepHooks, *, is_rerun: bool = False
 ) -> _Backward:
-    """Run forward and backward of all microbatches and combine the statistics of all ranks.
-
-    `rerun_of`: an earlier result with the same batches, to compare with; its gradients are
-    overwritten.
-    """
+    """Run forward and backward of all microbatches and combine the statistics of all ranks."""
     data, mesh = trainer.data, trainer.mesh
-    before = None if rerun_of is None else _checksum_gradients(rerun_of)
+    records = is_rerun or _records_local_gradients(trainer)
+    # Other devices may add in another order each time, so that only norms can be compared.
+    data.record_local_gradients(
+        bits=records, norms=is_rerun or (records and trainer.device.type != "cpu")
+    )
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
     objective = trainer.pipeline_model.objective
@@ -368,19 +384,94 @@ def _run_backward(
         empty=not any(normalizer.totals[term.count] for term in normalizer.terms.values()),
     )
     norm = message[0].sqrt() / scale
-    backward = _Backward(stats, requests, save_counts, local_params, losses, norm, scale)
-    if rerun_of is None:
-        return backward
-    is_equal = gather_objects(_checksum_gradients(backward) == before, mesh.world)
-    ranks = tuple(rank for rank, same in zip(mesh.world.ranks, is_equal, strict=True) if not same)
-    compared = replace(stats, num_reruns=rerun_of.stats.num_reruns + 1, differing_ranks=ranks)
-    return replace(backward, stats=compared)
+    return _Backward(stats, requests, save_counts, local_params, losses, norm, scale)
 
 
-def _checksum_gradients(backward: _Backward) -> tuple[int, ...]:
-    """Return a sum over the bytes of each gradient shard of this rank, and of its losses."""
-    gradients = [param.gradient for param in backward.local_params]
-    return tuple(byte_checksum([tensor]) for tensor in (*gradients, backward.losses))
+def _rerun_backward(
+    trainer: Trainer, batches: StepBatches, hooks: StepHooks, earlier: _Backward, *, shift: int
+) -> _Backward:
+    """Repeat forward and backward, compare the result with `earlier`, whose gradients are
+    overwritten, and add the measurements of all ranks to the statistics. Collective.
+
+    `shift`: data-parallel ranks by which the samples are shifted.
+    """
+    runs = earlier.stats.runs or (StepRun(_gather_gradients(trainer, earlier)),)
+    if shift:
+        batches = replace(batches, microbatches=_shift_microbatches(trainer, batches.microbatches))
+    backward = _run_backward(trainer, batches, hooks, is_rerun=True)
+    run = StepRun(_gather_gradients(trainer, backward), shift)
+    before = [(each.reduced_bits, each.bits[-1]) for each in runs[-1].ranks]
+    after = [(each.reduced_bits, each.bits[-1]) for each in run.ranks]
+    stats = replace(
+        backward.stats,
+        num_reruns=earlier.stats.num_reruns + 1,
+        differing_ranks=tuple(
+            rank
+            for rank, one, two in zip(trainer.mesh.world.ranks, before, after, strict=True)
+            if one != two
+        ),
+        runs=(*runs, run),
+    )
+    return replace(backward, stats=stats)
+
+
+def _records_local_gradients(trainer: Trainer) -> bool:
+    """Return whether each step records the bits of local gradients, so that reruns can tell whose
+    were wrong in the first run."""
+    return trainer.mesh.world.size > 1 and trainer.run.fault_detector.uses_reruns
+
+
+def _gather_gradients(trainer: Trainer, backward: _Backward) -> tuple[RankGradients, ...]:
+    """Return the measurements of all ranks in the run that has just finished, by rank.
+    Collective."""
+    data, losses = trainer.data, backward.losses
+    bits = [*data.local_gradient_bits(), sum_bits(losses)]
+    reduced = [sum_bits(param.gradient.contiguous()) for param in backward.local_params]
+    local = RankGradients(
+        bits=tuple(torch.stack(bits).tolist()),
+        norm=data.local_gradient_norm(),
+        loss=float(losses.sum()),
+        nonfinite=tuple(data.nonfinite()[:MAX_NAMES]),
+        reduced_bits=tuple(torch.stack(reduced).tolist()) if reduced else (),
+    )
+    gathered = gather_objects(local, trainer.mesh.world)
+    return tuple(each for each in gathered if isinstance(each, RankGradients))
+
+
+def _shift_microbatches(trainer: Trainer, microbatches: list[Batch]) -> list[Batch]:
+    """Return the microbatches of the previous data-parallel rank. Collective.
+
+    Records and replays of routing stay with their samples, and are omitted.
+    """
+    group, device = trainer.mesh.dp, trainer.device
+    sent = [_move_tensors(replace(batch, routing=None), "cpu") for batch in microbatches]
+    gathered = gather_objects(sent, group)
+    received = gathered[group.rank - 1]
+    assert isinstance(received, list), "every rank sends its microbatches"
+    return [_move_tensors(batch, device) for batch in received]
+
+
+T = TypeVar("T")
+
+
+def _move_tensors(value: T, device: torch.device | str) -> T:
+    """Return a dataclass, tuple or mapping with its tensors on `device`."""
+    moved: Any = value  # Any: what is rebuilt below has the type of `value`
+    if isinstance(value, Tensor):
+        moved = value.to(device)
+    elif is_dataclass(value) and not isinstance(value, type):
+        moved = copy(value)
+        for each in fields(value):
+            changed = _move_tensors(getattr(value, each.name), device)
+            object.__setattr__(moved, each.name, changed)  # it may be frozen
+    elif isinstance(value, tuple):
+        items = [_move_tensors(each, device) for each in value]
+        moved = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    elif isinstance(value, list):
+        moved = [_move_tensors(each, device) for each in value]
+    elif isinstance(value, dict):
+        moved = {key: _move_tensors(each, device) for key, each in value.items()}
+    return cast(T, moved)  # the same type, see above
 
 
 def _decide(
@@ -391,12 +482,16 @@ def _decide(
     Raises:
         CallbackError: on every rank: the step was rerun too often.
     """
-    requests = backward.requests | earlier | hooks.before_update(backward.stats)
-    executed = resolve_requests(requests)
+    decided = hooks.before_update(backward.stats)
+    requests = backward.requests | earlier | decided
+    # A fault that is not yet classified is classified before the run stops.
+    executed = resolve_requests(requests & ~StepRequest.STOP if decided & RERUNS else requests)
+    if StepRequest.STOP in requests:
+        executed = executed | StepRequest.STOP if executed & RERUNS else resolve_requests(requests)
     names = ""
     if requests & ~_AFTER_STEP:
         names = hooks.log_requests(requests, executed)
-    if StepRequest.RERUN in executed and backward.stats.num_reruns == MAX_RERUNS:
+    if executed & RERUNS and backward.stats.num_reruns == MAX_RERUNS:
         raise CallbackError(
             f"the step was rerun {MAX_RERUNS} times, and another rerun was requested by {names}. "
             "Return SKIP, ROLLBACK or STOP from before_update if stats.num_reruns > 0 and the "

@@ -1,7 +1,7 @@
 """Evaluation suites: text datasets, and multiple-choice questions scored as in lm-eval."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from megalith.train.evaluate import (
     MICROBATCHES_PER_RANK,
     Evaluation,
     evaluate,
+    ignore_progress,
     load_newest_weights,
 )
 from megalith.train.forward_backward import PipelineModel
@@ -55,9 +56,14 @@ class Suite(Protocol):
         """Settings of the suite."""
 
     def evaluate(
-        self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
+        self,
+        pipeline_model: PipelineModel,
+        masks: MaskSettings,
+        tokenizer: Tokenizer,
+        report_progress: Callable[[int], None] = ignore_progress,
     ) -> SuiteResult:
-        """Evaluate the model. Collective over the mesh."""
+        """Evaluate the model. Collective over the mesh. `report_progress` is called with a growing
+        number."""
 
 
 def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
@@ -149,9 +155,16 @@ class TextSuite:
     num_samples: int
 
     def evaluate(
-        self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
+        self,
+        pipeline_model: PipelineModel,
+        masks: MaskSettings,
+        tokenizer: Tokenizer,
+        report_progress: Callable[[int], None] = ignore_progress,
     ) -> Evaluation:
-        """Return the mean loss over all labels, however the samples are distributed. Collective."""
+        """Return the mean loss over all labels, however the samples are distributed. Collective.
+
+        `report_progress` is called with the number of samples that all ranks have read.
+        """
         return evaluate(
             pipeline_model,
             self.dataset,
@@ -159,6 +172,7 @@ class TextSuite:
             samples=self.num_samples,
             tokenizer=tokenizer,
             micro_batch_size=self.config.micro_batch_size,
+            report_progress=report_progress,
         )
 
 
@@ -390,16 +404,28 @@ class ChoiceSuite:
         return sorted({question.group for question in self._questions} - {""})
 
     def evaluate(
-        self, pipeline_model: PipelineModel, masks: MaskSettings, tokenizer: Tokenizer
+        self,
+        pipeline_model: PipelineModel,
+        masks: MaskSettings,
+        tokenizer: Tokenizer,
+        report_progress: Callable[[int], None] = ignore_progress,
     ) -> ChoiceScores:
-        """Return the accuracies. Collective over the mesh."""
-        log_probs = iter(self.log_probs(pipeline_model, masks))
+        """Return the accuracies. Collective over the mesh.
+
+        `report_progress` is called with the number of microbatches that this rank has read.
+        """
+        log_probs = iter(self.log_probs(pipeline_model, masks, report_progress))
         return score_questions(
             self._questions,
             [[*islice(log_probs, len(question.choices))] for question in self._questions],
         )
 
-    def log_probs(self, pipeline_model: PipelineModel, masks: MaskSettings) -> list[float]:
+    def log_probs(
+        self,
+        pipeline_model: PipelineModel,
+        masks: MaskSettings,
+        report_progress: Callable[[int], None] = ignore_progress,
+    ) -> list[float]:
         """Return the log-probability of each choice, question after question. Collective over the
         mesh: the choices are distributed over the data-parallel ranks, which run equally many
         microbatches."""
@@ -407,12 +433,14 @@ class ChoiceSuite:
         log_probs = torch.zeros(len(self._encoded), dtype=torch.float64, device=device)
         counts_labels = pipeline_model.has_loss and mesh.tp.rank == 0
         microbatches = self._iter_microbatches(pipeline_model, masks)
-        size = 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size
+        size, num_microbatches = 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size, 0
         while group := list(islice(microbatches, size)):
             losses = pipeline_model.document_losses([batch for _, batch in group])
             if counts_labels:
                 for (choices, _), document_losses in zip(group, losses, strict=True):
                     log_probs[choices] = -document_losses[: len(choices)]
+            num_microbatches += len(group)
+            report_progress(num_microbatches)
         return all_reduce_(log_probs, mesh.world).tolist()
 
     def _iter_microbatches(

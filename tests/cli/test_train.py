@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,16 +42,17 @@ def steps(folder: Path) -> list[object]:
     return [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
 
 
-def start(file: Path, folder: Path, *words: str) -> "subprocess.Popen[str]":
-    """The command in a process of its own, past its second step."""
+def start(file: Path, folder: Path, *words: str, waits: bool = True) -> "subprocess.Popen[str]":
+    """The command in a process of its own; if it waits, past its second step."""
     process = subprocess.Popen(
         [sys.executable, "-m", "megalith", "train", str(file), "--run", str(folder), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: len(steps(folder)) >= 2 or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
+    if waits:
+        wait_until(lambda: len(steps(folder)) >= 2 or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
     return process
 
 
@@ -353,6 +355,55 @@ def test_time_limit_ends_training_with_75(
     )
     assert main(words) == 0
     assert steps(tmp_path / "run") == list(range(1, 9))
+
+
+NAN_GRADIENT = {
+    "kind": "nan",
+    "target": "gradient",
+    "confirm": "true",
+    "step": "3",
+    "times": "0",
+}
+"""Settings of a persistent fault."""
+
+
+def test_suspect_machine_ends_training_with_76_and_then_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGALITH_SUSPECTS", str(tmp_path / "hosts"))
+    words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
+    for name, value in NAN_GRADIENT.items():
+        words += [f"--fault_injector.{name}", value]
+    words += ["--fault_detector.nonfinite", "rerun"]
+    assert main(words) == 76
+    output = capsys.readouterr().out
+    assert "stopped before step 3 (loss " in output
+    assert "; saved. Run the same command again on other machines: " in output
+    assert f"{tmp_path}/run/suspects.jsonl lists the suspect hosts" in output
+    assert (tmp_path / "run" / "checkpoints" / "step_0000002" / "manifest.json").exists()
+    host = socket.gethostname().partition(".")[0]
+    assert (tmp_path / "hosts").read_text() == f"{host}\n"
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "megalith train: step 3: loss " in error
+    assert "The run has ended at this step before because of the same fault" in error
+    assert main(words[:4]) == 0  # the machine is repaired
+
+
+@pytest.mark.slow
+def test_launcher_returns_76_if_a_rank_is_on_a_suspect_machine(tmp_path: Path) -> None:
+    words = ["--fault_injector.rank", "1", "--nproc", "2"]
+    for name, value in NAN_GRADIENT.items():
+        words += [f"--fault_injector.{name}", value]
+    file = tiny_yaml(tmp_path / "tiny.yaml")
+    process = start(file, tmp_path / "run", *words, waits=False)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 76, errors
+    assert "the fault stays on rank 1" in output and "; saved. Run the same" in output
+    lines = (tmp_path / "run" / "suspects.jsonl").read_text().splitlines()
+    (record,) = map(json.loads, lines)
+    assert (record["kind"], record["rank"], record["step"]) == ("persistent", 1, 3)
+    assert record["coordinates"]["dp"] == 1 and record["exits"]
 
 
 def test_nan_loss_at_the_end_is_an_error_and_not_done(

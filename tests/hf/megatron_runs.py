@@ -18,7 +18,7 @@ from megalith.config.tree import dump_yaml
 from megalith.hf.release import parameters
 from megalith.observe.machine import DTYPES
 from megalith.parallel.group import single_rank_group
-from megalith.train.resume import TrainState
+from megalith.train.state import TrainState
 
 DENSE = ModelConfig(
     vocab_size=61,

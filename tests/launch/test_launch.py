@@ -118,6 +118,9 @@ def break_on_signal():
 def mixed():
     return 75 if rank else 0
 
+def suspect():
+    return 76
+
 if sys.argv[1] == "start_slowly":
     (here / f"pid{rank}").write_text(str(os.getpid()))
     time.sleep(0.5)
@@ -282,6 +285,10 @@ def test_user_error_of_one_rank_names_the_rank(script: Path, tmp_path: Path) -> 
 
 def test_job_has_stopped_if_some_ranks_stopped_after_a_save(script: Path, tmp_path: Path) -> None:
     assert launch(script, "mixed", tmp_path, 2) == 75
+
+
+def test_job_of_a_suspect_machine_has_not_failed(script: Path, tmp_path: Path) -> None:
+    assert launch(script, "suspect", tmp_path, 2) == 76
 
 
 def parent(

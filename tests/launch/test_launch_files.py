@@ -88,7 +88,11 @@ def cluster(tmp_path: Path) -> Path:
 def slurm(folder: Path, *codes: int) -> tuple[int, str]:
     """Run the batch script with tasks that end with these codes."""
     variables = {f"CODE{rank}": str(code) for rank, code in enumerate(codes)}
-    job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]"}
+    job = {
+        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     return wait_for_output(
         run_script(folder, [str(SLURM), "tiny", "--run", "my run"], **job, **variables)
     )
@@ -107,7 +111,18 @@ def test_a_slurm_job_that_stopped_after_a_save_asks_to_be_queued_again(cluster: 
     assert (cluster / "asked").read_text() == "requeue 41\n"
 
 
-@pytest.mark.parametrize("codes", [(1, 1), (2, 2), (75, 137), (0, 1)])
+def test_slurm_job_of_a_suspect_machine_is_submitted_again_without_it(cluster: Path) -> None:
+    tool(cluster, "sbatch", 'printf "%s\\n" "$@" > "$T/submitted"')
+    suspects = cluster / "slurm-41.suspects"
+    suspects.write_text("node7,node9\n")
+    assert slurm(cluster, 76, 76)[0] == 76
+    words = (cluster / "submitted").read_text().splitlines()
+    assert words[:2] == ["--exclude=node7,node9", "--nodes=2"]
+    assert words[2] == str(SLURM) and words[3:] == ["tiny", "--run", "my run"]
+    assert not (cluster / "asked").exists()
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (2, 2), (75, 137), (0, 1), (76, 76)])
 def test_a_slurm_job_that_failed_stays_failed(cluster: Path, codes: tuple[int, int]) -> None:
     assert slurm(cluster, *codes)[0] == max(codes)
     assert not (cluster / "asked").exists()
@@ -175,7 +190,9 @@ def start_pod(folder: Path, manifests: dict[str, Any], code: str) -> "subprocess
     return run_script(folder, ["-c", *only["args"]], CODE=code, **variables)
 
 
-@pytest.mark.parametrize("rank, expected", [("0", 0), ("1", 1), ("2", 2), ("75", 75), ("137", 1)])
+@pytest.mark.parametrize(
+    "rank, expected", [("0", 0), ("1", 1), ("2", 2), ("75", 75), ("76", 76), ("137", 1)]
+)
 def test_pod_has_the_exit_code_of_its_ranks(
     pod: Path, manifests: dict[str, Any], rank: str, expected: int
 ) -> None:
@@ -257,7 +274,7 @@ def test_a_pod_that_stopped_after_a_save_is_replaced_and_a_wrong_setting_ends_th
         for rule in job["podFailurePolicy"]["rules"]
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
-    assert rules == {75: "Ignore", 2: "FailJob"}
+    assert rules == {75: "Ignore", 76: "Ignore", 2: "FailJob"}
     assert {
         rule["onExitCodes"]["containerName"] for rule in job["podFailurePolicy"]["rules"][:2]
     } == {"train"}

@@ -1,7 +1,10 @@
 """Batch, optimizer, schedule and checkpoint settings from Megatron's arguments."""
 
+from typing import Any
+
 import pytest
 
+from megalith.config.fault_detection import FaultDetectorConfig
 from megalith.config.optim import GroupConfig
 from megalith.megatron.translate import Translation
 from megalith.optim.schedule import learning_rate, schedule_lengths, schedule_problems
@@ -245,6 +248,25 @@ def test_the_optimizer_is_copied(tiny: Translate) -> None:
         False,
     )
     assert o.nonfinite_grad == "skip"
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("", {}),
+        ("--rerun-mode validate_results", {"nonfinite": "rerun"}),
+        ("--rerun-mode disabled", {"nonfinite": "warn"}),
+        ("--rerun-mode report_stats", {"rerun_every": 1, "report_stats": True}),
+        ("--check-for-spiky-loss", {"spike": "rerun"}),
+        ("--check-for-large-grads", {"spike": "rerun"}),
+    ],
+)
+def test_reruns_and_checks_of_spikes_become_fault_detection(
+    tiny: Translate, added: str, expected: dict[str, Any]
+) -> None:
+    done = tiny(added)
+    assert done.run is not None and done.refusals(strict=True) == []
+    assert done.run.fault_detector == FaultDetectorConfig(**expected)
 
 
 def test_sgd_ignores_the_flags_of_adam(tiny: Translate) -> None:

@@ -1,6 +1,8 @@
 """Fully sharded weights: the same sums as one process, only one layer gathered at a time, my rows
 and nothing else."""
 
+import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
@@ -10,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
@@ -17,11 +20,13 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
-from megalith.errors import PlanError
+from megalith.errors import CollectiveError, PlanError
 from megalith.kernels.grouped_linear import Groups
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import recompute_recipe, register_recompute
 from megalith.kernels.packed import seq_params_from_rows
+from megalith.launch.launcher import Failure
+from megalith.launch.watchdog import Fingerprints, HangWatch, watching
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context, init_param_
 from megalith.nn.layer import SequentialBlock
@@ -539,6 +544,10 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     loss_of(model, rank).backward()
     data.finish()
     assert all(entry.axes == mesh.shard.axes and entry.done for entry in flight.entries)
+    subjects = {entry.subject for entry in flight.entries}
+    assert {"weights of layers.3", "gradients of layers.3", "weights of head.weight"} <= subjects, (
+        subjects
+    )
     return data.nonfinite(), [entry.op for entry in flight.entries], data.checksums()[0][0]
 
 
@@ -550,6 +559,53 @@ def test_collectives_are_recorded_and_a_nonfinite_gradient_is_attributed_to_its_
     # layers twice; tables are not read in backward, the norm is still there
     assert ops.count("all_gather") == 7 + 4
     assert checksum != other_checksum
+
+
+def _in_other_order(rank: int, world: int, folder: Path) -> str:
+    """Return the error if this rank runs two equal layers in another order than the others."""
+    flight = FlightRecorder()
+    store = FileStore(str(folder / "store"), world)
+    model, _ = build(dp_mesh(rank, world, flight=flight))
+    flight.compare = Fingerprints(store, rank).compare
+    if rank == 1:
+        first, second = model.layers[1], model.layers[2]
+        model.layers[1], model.layers[2] = second, first
+    with pytest.raises(CollectiveError) as caught:
+        loss_of(model, rank)
+    return str(caught.value)
+
+
+def test_units_in_another_order_are_a_mismatch_that_names_them(tmp_path: Path) -> None:
+    for text in run_ranks(_in_other_order, 2, tmp_path):
+        assert re.search(r"rank 0: all_gather .*, weights of layers\.1, at ", text), text
+        assert re.search(r"rank 1: all_gather .*, weights of layers\.2, at ", text), text
+
+
+def _stuck_in_a_layer(rank: int, world: int, folder: Path) -> str:
+    """Return the report of a hang of rank 1 before the weights of its third layer are gathered."""
+    flight, ended, failures = FlightRecorder(), threading.Event(), list[Failure]()
+
+    def end(failure: Failure, after_seconds: float) -> None:
+        failures.append(failure)
+        ended.set()
+
+    store = PrefixStore("watch", FileStore(str(folder / "store"), world))
+    model, _ = build(dp_mesh(rank, world, flight=flight))
+    watch = HangWatch(flight, store, rank, world, 0.5, end, folder=folder)
+    if rank == 1:
+        layer = model.layers[2]
+        layer.register_forward_pre_hook(lambda *_: ended.wait(60) and None, prepend=True)
+    with watching(watch):
+        loss_of(model, rank)
+        assert ended.wait(60)
+    return failures[0].text
+
+
+def test_hang_report_names_the_unit_that_a_rank_does_not_gather(tmp_path: Path) -> None:
+    text, _ = run_ranks(_stuck_in_a_layer, 2, tmp_path)
+    assert re.match(
+        r"rank 1 did not arrive at all_gather \d+ over .*, weights of layers\.2, ", text
+    )
 
 
 # --- checkpoints

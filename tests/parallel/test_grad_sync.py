@@ -1,6 +1,7 @@
 """What both engines do: slices that tensor-parallel ranks or stages share are summed, and compared
 beforehand."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from megalith.parallel.grad_sync import (
     SharedGradients,
     can_shard_weights,
     check_slices_consistent_across_ranks,
+    sum_bits,
     warn_unused_params,
 )
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh
@@ -123,3 +125,18 @@ def test_weights_are_sharded_where_several_ranks_hold_the_same() -> None:
         "experts lie whole on both of the ranks that divide everything else"
     )
     assert not can_shard_weights(mesh(2, 2, experts=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_sum_over_bits_changes_with_any_single_bit(dtype: torch.dtype) -> None:
+    for seed in range(200):
+        choose = random.Random(seed)
+        start, numel = choose.randrange(9), choose.randrange(1, 40)
+        memory = torch.randn(start + numel, dtype=torch.float64).to(dtype)
+        tensor = memory[start:]  # not aligned to words of 8 bytes
+        before = int(sum_bits(tensor))
+        assert before == int(sum_bits(memory.clone()[start:])), seed
+        data = tensor.view(torch.uint8)
+        data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+        assert int(sum_bits(tensor)) != before, seed
+    assert int(sum_bits(torch.empty(0, dtype=dtype))) == 0

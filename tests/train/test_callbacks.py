@@ -29,7 +29,7 @@ from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.callbacks import health
+from megalith.train.callbacks import replicas
 from megalith.train.callbacks.base import (
     Callback,
     CallbackList,
@@ -37,6 +37,7 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
+    _describe_requesters,
     configure_callbacks,
     load_callbacks,
 )
@@ -275,12 +276,13 @@ def test_requests_take_effect_after_the_next_step_and_state_survives_a_restart(
     assert [row["count"] for row in rows if "count" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["eval_count"] for row in rows if "eval_count" in row] == [2, 8]
     saved = open_checkpoint(tmp_path / "checkpoints" / "step_0000008").state
-    assert saved["callbacks"] == {"Recorder": {"count": 8}}
+    assert saved["callbacks"].keys() == {"FaultDetector", "Recorder"}
+    assert saved["callbacks"]["Recorder"] == {"count": 8}
     with caplog.at_level(logging.WARNING):
         train(tmp_path, settings | {"train.steps": "9"})
     assert "state of callbacks that this run does not use: Recorder" in caplog.text
     saved = open_checkpoint(tmp_path / "checkpoints" / "step_0000009").state
-    assert "callbacks" not in saved  # as in checkpoints of a run that had no callbacks
+    assert saved["callbacks"].keys() == {"FaultDetector"}  # as in a run without other callbacks
 
 
 def test_example_logs_gradient_norms_and_stops_early(
@@ -518,11 +520,11 @@ def _starts_apart(rank: int, world: int) -> str:
     trainer = build_trainer(
         run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
     )
-    health.compare_replicas(trainer)
+    replicas.compare_replicas(trainer)
     with torch.no_grad():
         trainer.data.weights[0][3] += rank
     try:
-        health.compare_replicas(trainer)
+        replicas.compare_replicas(trainer)
     except CheckpointError as error:
         return str(error)
     return "no error"
@@ -531,3 +533,12 @@ def _starts_apart(rank: int, world: int) -> str:
 def test_replicas_with_different_weights_are_rejected_on_every_rank() -> None:
     for output in run_ranks(_starts_apart, 2):
         assert output.startswith("ranks [1] start from other weights than rank 0")
+
+
+def test_requests_of_many_ranks_are_counted_instead_of_listed() -> None:
+    gathered: list[object] = [[(StepRequest.RERUN.value, "A")] for _ in range(20)]
+    gathered[3] = [(StepRequest.RERUN.value, "A"), (StepRequest.RERUN.value, "B")]
+    gathered[4] = []
+    text = _describe_requesters(StepRequest.RERUN, gathered, range(20))
+    assert text == "callback A (19 of 20 ranks), callback B (rank 3)"
+    assert _describe_requesters(StepRequest.SKIP, gathered, range(20)) == ""

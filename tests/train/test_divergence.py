@@ -24,13 +24,10 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import loop
-from megalith.train.callbacks import health
+from megalith.train.callbacks import fault_detection
 from megalith.train.callbacks.base import Outcome
-from megalith.train.callbacks.health import (
-    describe_last_good_checkpoint,
-    find_nonfinite_parameters,
-    is_divergent,
-)
+from megalith.train.callbacks.fault_detection import describe_last_good_checkpoint, is_divergent
+from megalith.train.callbacks.health import find_nonfinite_parameters
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepRequest, StepResult, Trainer, train_step
@@ -157,7 +154,7 @@ def test_diverged_run_saves_nothing_and_names_the_checkpoint_before_it(
     every_step = CONSTANT | {"checkpoint.every": "1", "checkpoint.keep": "2"}
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", nan_before_step(4))
-        patch.setattr(health, "MAX_SKIPPED_IN_A_ROW", 4)
+        patch.setattr(fault_detection, "MAX_SKIPPED_IN_A_ROW", 4)
         with pytest.raises(DataError) as raised:
             train(tmp_path, every_step, show=True)
     good = tmp_path / "checkpoints" / "step_0000003"
@@ -247,7 +244,7 @@ def test_run_stopped_after_a_nan_loss_reports_that_it_is_not_saved(
 def _diverge(rank: int, world: int, run: TrainRun, path: Path) -> str:
     with (
         patched(loop, "train_step", nan_before_step(3)),
-        patched(health, "MAX_SKIPPED_IN_A_ROW", 2),
+        patched(fault_detection, "MAX_SKIPPED_IN_A_ROW", 2),
     ):
         try:
             mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)

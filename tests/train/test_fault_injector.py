@@ -36,6 +36,7 @@ from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 SHORT = {
+    "fault_detector.nonfinite": "skip",  # no reruns, which would repair the step
     "train.steps": "4",
     "train.eval_every": "none",
     "train.eval_steps": "0",

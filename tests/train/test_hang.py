@@ -20,7 +20,7 @@ from megalith.cli import main
 from megalith.data.loader import Loader
 from megalith.testing import inject
 from megalith.train import distributed
-from megalith.train.callbacks import health
+from megalith.train.callbacks import replicas
 
 watches, watch, read = [], distributed.HangWatch, Loader.next
 
@@ -37,7 +37,7 @@ with ExitStack() as planted:
         planted.enter_context(inject.patched(distributed, "HangWatch", watched))
         planted.enter_context(inject.on_call(Loader, "next", 2, impatient))
     if sys.argv[1] == "skip" and os.environ["RANK"] == "1":
-        planted.enter_context(inject.on_call(health, "compare_replicas", 0, inject.skip))
+        planted.enter_context(inject.on_call(replicas, "compare_replicas", 0, inject.skip))
     sys.exit(main.main(sys.argv[2:]))
 """
 

@@ -1,7 +1,6 @@
 """A rank joins the others only when the run fits them and all were started alike, and leaves in
 order."""
 
-import logging
 import os
 import re
 import socket
@@ -115,27 +114,6 @@ def checks(rank: int, world: int) -> str:
     with pytest.raises(CollectiveError) as caught, join_job(run, reported) as job:
         all_reduce_(torch.ones(3 + rank), job.mesh.tp)
     return str(caught.value)
-
-
-def collect_warnings(rank: int, world: int, zero: str) -> list[str]:
-    """Return what a rank warns of when a run that compares its collectives starts."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]  # a test's log
-    logging.getLogger("megalith.train.distributed").addHandler(handler)
-    with join_job(
-        tiny_run({"parallel.zero": zero, "parallel.check_collectives": "true"}),
-        reported_to(rank, world),
-    ):
-        dist.barrier()  # a rank that leaves while another still connects would take it down
-    return messages
-
-
-@pytest.mark.parametrize("zero", ["1", "3"])
-def test_a_run_warns_that_the_collectives_of_fsdp2_are_not_compared(zero: str) -> None:
-    first, second = run_ranks(collect_warnings, 2, zero)
-    expected = "FSDP2 launches to gather weights and sum gradients are not compared"
-    assert second == [] and any(expected in message for message in first) == (zero == "3")
 
 
 def test_the_setting_turns_the_comparison_on() -> None:

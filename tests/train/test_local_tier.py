@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from megalith.checkpoint.load import open_checkpoint
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
@@ -312,3 +313,31 @@ def test_four_ranks_resume_after_some_have_lost_their_folders(
         assert f"resuming {other} at step 6 from its local checkpoint" in log_of(other)
         assert rows(other)[:6] == rows(reference)[:6]
         assert rows(other)[6]["loss"] == pytest.approx(rows(reference)[6]["loss"], rel=1e-5)
+
+
+class _NanOnce(Callback):
+    """Makes a gradient NaN once, as a damaged weight does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
+        if self.run.step + 1 == self.step:
+            self.step = 0
+            local_params[0].gradient.view(-1)[0] = float("nan")
+
+
+def test_nan_after_a_local_checkpoint_reloads_the_persistent_one(
+    killed: Path, reference: Path
+) -> None:
+    """The steps are repeated with the same samples, and no cause is sought."""
+    train(killed, local_settings(killed), _NanOnce(7))
+    log = log_of(killed)
+    assert f"resuming {killed} at step 6 from its local checkpoint" in log
+    assert "fault_detector.suspect_steps=20 steps after the local checkpoint of step 6" in log
+    assert "rolled back to the checkpoint of step 4; continuing with sample 48" in log
+    assert not (killed / "suspects.jsonl").exists()
+    assert rows(killed) == rows(reference)

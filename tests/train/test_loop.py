@@ -33,7 +33,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
 from megalith.train import loop
-from megalith.train.callbacks import health, metrics
+from megalith.train.callbacks import fault_detection, health, metrics
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
@@ -728,7 +728,7 @@ def test_a_run_that_never_updates_ends_with_a_message(
         return replace(train_step(*arguments, **options), grad_norm=float("nan"), updated=False)
 
     monkeypatch.setattr(loop, "train_step", nothing)
-    monkeypatch.setattr(health, "MAX_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(fault_detection, "MAX_SKIPPED_IN_A_ROW", 3)
     with pytest.raises(
         DataError,
         match=r"3 steps in a row were skipped, .* gradient norm nan .* Reduce schedule.lr",
@@ -744,7 +744,7 @@ def test_steps_without_update_are_counted_on_after_a_restart(
         "train_step",
         lambda *given, **options: replace(train_step(*given, **options), updated=False, empty=True),
     )
-    monkeypatch.setattr(health, "MAX_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(fault_detection, "MAX_SKIPPED_IN_A_ROW", 3)
     assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
     with pytest.raises(DataError, match="3 steps in a row were skipped"):
         train(tmp_path, {**CONSTANT, "train.steps": "3"})

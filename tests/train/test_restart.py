@@ -23,6 +23,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.data.loader import Loader, StepBatches
 from megalith.errors import CollectiveError, DataError, RankError
+from megalith.launch.heartbeat import RankHeartbeat
 from megalith.launch.launcher import LAUNCHER
 from megalith.launch.rounds import (
     CONTROL,
@@ -133,7 +134,9 @@ def train_with_faults(
         inject.patched(Loader, "next", read_or_fail),
         inject.patched(restart, "release_round", release_and_count),
     ):
-        outcome = train_in_rounds(client, partial(_train_round, run, folder, (), client))
+        heartbeat = RankHeartbeat()
+        train = partial(_train_round, run, folder, (), client, heartbeat)
+        outcome = train_in_rounds(client, train, heartbeat)
     assert outcome.kind == "done"
     assert client.round.number == num_faults
     del store

@@ -30,7 +30,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64
 from megalith.train import trainer as trainer_module
-from megalith.train.callbacks.health import compare_stages
+from megalith.train.callbacks.replicas import compare_stages
 from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.forward_backward import build_step_schedule
 from megalith.train.loop import run_training

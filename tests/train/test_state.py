@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megalith.train.resume import TrainState
+from megalith.train.state import TrainState
 
 
 def test_state_round_trips_through_json() -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megalith.checkpoint.save import SaveReport
+from megalith.checkpoint.save import SaveReport, ignore_progress
 from megalith.config.fields import Plain, field_types, range_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun
 from megalith.config.tree import build_section, to_dict
@@ -42,9 +42,10 @@ from megalith.optim.schedule import GroupRates
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.rollback import RollbackPlan, combine_plans
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import SaveCounts, StepHooks, StepRequest, StepResult, StepStats
+from megalith.train.step import RERUNS, SaveCounts, StepHooks, StepRequest, StepResult, StepStats
 from megalith.train.suites import SuiteResults
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class FinishedStep:
 class Outcome:
     """How and at which step a run ended."""
 
-    kind: Literal["done", "stopped"]
+    kind: Literal["done", "stopped", "suspect"]
+    """suspect: a machine is at fault, so the run must continue on others."""
     step: int
     reason: str = ""
     saved: bool = True
@@ -104,6 +106,10 @@ class RunView:
 
     record_event: RecordEvent = ignore_event
     """Writes an event with its fields to events.jsonl; on rank 0."""
+
+    report_progress: Callable[[], None] = ignore_progress
+    """Records that this rank makes progress. A callback whose method runs for longer than a minute
+    calls it from time to time; otherwise the rank may be killed as one that hangs."""
 
     @property
     def config(self) -> TrainRun:
@@ -168,6 +174,10 @@ class Callback:
 
     essential = False
     """Whether an error on any rank ends the run on all ranks, after the next step."""
+
+    rollback_plan: RollbackPlan | None = None
+    """Steps to undo when this callback requests a rollback, set before the request on any rank;
+    None: the newest checkpoint is restored, and the samples since then are skipped."""
 
     @dataclass(frozen=True)
     class Config:
@@ -344,17 +354,7 @@ class CallbackList(StepHooks):
         overruled; return the requesting callbacks. Collective."""
         world = self._run.mesh.world
         gathered = gather_objects([(kinds.value, name) for kinds, name in self._sent], world)
-        names = {
-            kind: ", ".join(
-                dict.fromkeys(
-                    f"callback {name} (rank {rank})"
-                    for rank, sent in zip(world.ranks, gathered, strict=True)
-                    for kinds, name in (sent if isinstance(sent, list) else ())
-                    if kind in StepRequest(kinds)
-                )
-            )
-            for kind in requests
-        }
+        names = {kind: _describe_requesters(kind, gathered, world.ranks) for kind in requests}
         described = {kind: names[kind] or "an earlier request" for kind in names}
         winner = [*executed][-1]
         for kind, requesters in described.items():
@@ -363,7 +363,7 @@ class CallbackList(StepHooks):
                     f"step {self._step}: {_show(kind)}, requested by {requesters}, gives way to "
                     f"{_show(winner)}, requested by {described[winner]}"
                 )
-            elif kind & (StepRequest.SKIP | StepRequest.RERUN | StepRequest.ROLLBACK):
+            elif kind & (StepRequest.SKIP | RERUNS | StepRequest.ROLLBACK):
                 self._run.log(f"step {self._step}: {_show(kind)}, requested by {requesters}")
         return described[winner]
 
@@ -391,8 +391,18 @@ class CallbackList(StepHooks):
         times = [seconds for seconds in gathered if isinstance(seconds, dict)]
         return summarize_times(times, world.ranks, num_steps=num_steps)
 
+    def combine_rollback_plans(self) -> RollbackPlan | None:
+        """Return the plan of the callbacks of all ranks for the requested rollback; None if no
+        callback has one. Collective."""
+        own = [each.rollback_plan for each in self._callbacks.values()]
+        gathered = gather_objects([plan for plan in own if plan], self._run.mesh.world)
+        plans = [plan for each in gathered if isinstance(each, list) for plan in each]
+        return combine_plans(plans)
+
     def after_rollback(self, step: int) -> None:
         """Restore the states of callbacks as of step `step`, and notify them."""
+        for callback in self._callbacks.values():
+            callback.rollback_plan = None
         self._step, states = step, self._run.prepared.callback_states
         self._requests.clear()  # they are about discarded steps
         self._num_timed_steps = 0
@@ -564,6 +574,29 @@ def decides_update(callback: Callback) -> bool:
 
 def _combine(requests: Sequence[tuple[StepRequest, str]]) -> StepRequest:
     return functools.reduce(operator.or_, (kinds for kinds, _ in requests), StepRequest.NONE)
+
+
+MAX_LISTED_RANKS = 8
+"""Ranks up to which the log lists those that request the same."""
+
+
+def _describe_requesters(
+    kind: StepRequest, gathered: Sequence[object], ranks: Sequence[int]
+) -> str:
+    """Return the callbacks that request `kind`, with their ranks. `gathered`: the requests and
+    names of each rank."""
+    ranks_by_name: dict[str, list[int]] = {}
+    for rank, sent in zip(ranks, gathered, strict=True):
+        for kinds, name in sent if isinstance(sent, list) else ():
+            if kind in StepRequest(kinds) and rank not in ranks_by_name.setdefault(name, []):
+                ranks_by_name[name].append(rank)
+    texts = []
+    for name, requesting in ranks_by_name.items():
+        if len(requesting) > MAX_LISTED_RANKS:
+            texts.append(f"callback {name} ({len(requesting)} of {len(ranks)} ranks)")
+        else:
+            texts += [f"callback {name} (rank {rank})" for rank in requesting]
+    return ", ".join(texts)
 
 
 def _show(kind: StepRequest) -> str:

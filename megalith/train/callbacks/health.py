@@ -1,10 +1,8 @@
 """Health of a run (fault tolerance): checkpoints and evaluations, and how the loop executes them;
-detection of NaN or infinite losses, gradients and parameters, with the checkpoint to continue from;
-the check that replicas start from equal weights.
+detection of NaN or infinite parameters.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,173 +14,28 @@ from megalith.checkpoint.commit import BestCheckpoints, Retention
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.local import LocalSaveError, LocalSaveReport
 from megalith.checkpoint.lock import RunLock
-from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
-from megalith.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from megalith.errors import CheckpointError, ConfigError, did_you_mean
 from megalith.optim.ema import EMA
-from megalith.optim.optimizers import LossScale
-from megalith.parallel.grad_sync import byte_checksum
-from megalith.parallel.group import gather_objects, raise_on_all_ranks
+from megalith.parallel.group import raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
-from megalith.storage import StoragePath, max_file_nbytes
-from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
+from megalith.plan.rollback import list_rollback_limits
+from megalith.storage import max_file_nbytes
+from megalith.train.callbacks.base import Callback, Outcome, RunView, StepMetrics
+from megalith.train.callbacks.fault_detection import FaultDetector
+from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.evaluate import VALIDATION
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import (
     SaveCounts,
     StepRequest,
-    StepResult,
-    Trainer,
-    describe_nonfinite_gradients,
 )
 from megalith.train.suites import Suite, SuiteResult, TextSuite, check_metric_names, open_suite
 from megalith.train.trainer import checkpoint_entries
 
 _log = logging.getLogger(__name__)
-
-MAX_SKIPPED_IN_A_ROW = 20
-"""Skipped steps in a row after which the run ends (heuristic: real loss spikes last a few
-steps)."""
-
-
-class FaultDetector(Callback):
-    """Reports skipped steps, and ends a run whose loss or gradients stay NaN or infinite."""
-
-    collective = True
-
-    def __init__(self) -> None:
-        self.diverged = False
-        """Whether the last step that had labels was divergent."""
-
-    def on_start(self, run: RunView) -> None:
-        """Receive the run."""
-        self._run = run
-
-    def after_rollback(self, step: int) -> None:
-        """Forget the discarded steps."""
-        self.diverged = False
-
-    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Report a step without an update.
-
-        Raises:
-            DataError: too many steps in a row were skipped.
-        """
-        result, scale = finished.result, self._run.prepared.trainer.loss_scale
-        if not result.empty:
-            self.diverged = is_divergent(result, scale)
-        if result.updated:
-            return
-        if result.is_finite and not result.empty:  # the list has logged the request
-            self._check_skip_requests()
-            return
-        lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
-        if result.empty:
-            self._run.log(f"step {finished.step}: the batch has no labels; no update")
-        else:
-            self._run.log(
-                f"step {finished.step}: loss {result.loss}, gradient norm {result.grad_norm}; no "
-                f"update{lowered}"
-            )
-        if scale is not None and scale.dynamic:
-            if scale.exhausted:
-                raise self.divergence_error(
-                    f"loss scale at its minimum {scale.scale:g} for {scale.stuck} steps in a row: "
-                    f"gradients are not finite whatever the scale (in {self._describe()}).",
-                    more=", or set precision.params=bf16",
-                )
-        elif self._run.prepared.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            if result.empty:
-                raise DataError(
-                    f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because its "
-                    "batch has no labels. Use data whose loss masks leave labels "
-                    "(data.sft.loss_on, data.eod_mask_loss)."
-                )
-            raise self.divergence_error(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last with loss "
-                f"{result.loss} and gradient norm {result.grad_norm} (not finite in "
-                f"{self._describe()})."
-            )
-
-    def _check_skip_requests(self) -> None:
-        """Check that callbacks do not skip all updates.
-
-        Raises:
-            DataError: too many steps in a row were skipped.
-        """
-        if self._run.prepared.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise DataError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because a callback "
-                "requested it. Correct the callback, or run without it."
-            )
-
-    def check_last_step(self, result: StepResult) -> None:
-        """Check that the last step of the run is not divergent. Collective.
-
-        Raises:
-            DataError: it is, and therefore not saved.
-        """
-        if self.diverged:
-            raise self.divergence_error(
-                f"the last step, {self._run.step}, has loss {result.loss} and gradient norm "
-                f"{result.grad_norm} and is not saved."
-            )
-
-    def divergence_error(self, problem: str, *, more: str = "") -> DataError:
-        """Return the error of a divergent run, which says how to continue. Collective.
-
-        `more`: further advice, after a comma.
-        """
-        run = self._run
-        state, lr = run.prepared.state, run.config.schedule.lr
-
-        def describe() -> str:
-            return (
-                describe_last_good_checkpoint(run.folder.checkpoints, state.last_update, lr)
-                if run.is_writer
-                else ""
-            )
-
-        advice = raise_on_all_ranks(describe, run.mesh.world)[0]
-        return DataError(
-            f"{problem} Reduce schedule.lr, check the data and the settings of the model{more}. "
-            f"{advice}"
-        )
-
-    def _describe(self) -> str:
-        return describe_nonfinite_gradients(self._run.prepared.trainer)
-
-
-class ReplicaCheck(Callback):
-    """Checks that ranks with copies of the same weights start from equal values."""
-
-    collective = True
-
-    def on_start(self, run: RunView) -> None:
-        """Compare replicas and pipeline stages.
-
-        Raises:
-            CheckpointError: on every rank, naming the ranks that differ.
-        """
-        compare_replicas(run.prepared.trainer)
-        compare_stages(run.prepared.trainer)
-
-
-def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
-    """Return whether a step has NaN or infinite values that a lower loss scale would not avoid.
-
-    That is a non-finite loss, or non-finite gradients without dynamic loss scaling or at its lowest
-    scale. An fp16 step that overflows at a higher scale is normal.
-    """
-    if result.empty:
-        return False
-    if not all(map(math.isfinite, (result.loss, *result.other_losses.values()))):
-        return True
-    return not result.is_finite and (
-        loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0
-    )
 
 
 def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
@@ -203,80 +56,6 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
     return sorted(
         {entry.shard.name for entry, good in zip(weights, finite, strict=True) if not good}
     )
-
-
-def describe_last_good_checkpoint(folder: StoragePath, last_update: int, lr: float) -> str:
-    """Describe how to continue from the newest checkpoint in `folder` before a series of skipped
-    steps.
-
-    `last_update`: the last step before the series; `lr`: schedule.lr of the run.
-    """
-    complete = list_complete_checkpoints(folder)
-    good = next((path for step, path in reversed(complete.items()) if step <= last_update), None)
-    change = f"with another setting, for example --schedule.lr {lr / 2:g} ({lr:g} now)"
-    if good is None:
-        where = " and in another folder (--run NAME)" if complete else ""
-        return f"No checkpoint is from before that: start from the beginning {change}{where}."
-    if good == list(complete.values())[-1]:
-        return (
-            f"The last checkpoint from before that is {good}: run the same command again {change}, "
-            "and it continues from there."
-        )
-    return (
-        f"The last checkpoint from before that is {good}: to continue from it, run the same "
-        f"command again {change}, and with --run NAME --checkpoint.load {good} "
-        "--checkpoint.load_mode all."
-    )
-
-
-def compare_replicas(trainer: Trainer) -> None:
-    """Check that data-parallel ranks start from equal weights: keyed random numbers may differ
-    between machine types.
-
-    Raises:
-        CheckpointError: on every rank, naming the ranks that differ.
-    """
-    for checksum, group in trainer.data.checksums():
-        checksums = gather_objects(checksum, group)
-        if len(set(checksums)) > 1:
-            different_ranks = [
-                rank
-                for rank, value in zip(group.ranks, checksums, strict=True)
-                if value != checksums[0]
-            ]
-            raise CheckpointError(
-                f"ranks {different_ranks} start from other weights than rank {group.ranks[0]}. Use "
-                "machines of one type, or set checkpoint.load to weights that all of them read."
-            )
-
-
-def compare_stages(trainer: Trainer) -> None:
-    """Check that pipeline stages that share an embedding table start from equal copies.
-
-    Raises:
-        CheckpointError: on every rank of the pipeline, naming the table and the stages.
-    """
-    local_checksums = {
-        param.shard.name: byte_checksum([param.weight])
-        for param in trainer.data.local_params
-        if len(param.shard.stages) > 1
-    }
-    stage_checksums = [
-        checksums
-        for checksums in gather_objects(local_checksums, trainer.mesh.pp)
-        if isinstance(checksums, dict)
-    ]
-    for name in sorted({name for checksums in stage_checksums for name in checksums}):
-        values = {
-            rank: checksums[name]
-            for rank, checksums in enumerate(stage_checksums)
-            if name in checksums
-        }
-        if len(set(values.values())) > 1:
-            raise CheckpointError(
-                f"{name} is not the same on pipeline ranks {list(values)}, which share it. Use "
-                "machines of one type, or set checkpoint.load to weights that all of them read."
-            )
 
 
 # --- checkpoints and evaluations: when they are due, and how the loop executes them
@@ -323,7 +102,10 @@ class Evaluator(Callback):
         prepared = self._run.prepared
         return {
             name: self._suites[name].evaluate(
-                prepared.trainer.pipeline_model, prepared.masks(), prepared.tokenizer
+                prepared.trainer.pipeline_model,
+                prepared.masks(),
+                prepared.tokenizer,
+                lambda _num_samples: self._run.report_progress(),
             )
             for name in names
         }
@@ -341,9 +123,11 @@ class Checkpointer(Callback):
     essential = True
     collective = True
 
-    def __init__(self, fault_detector: FaultDetector, lock: RunLock | None) -> None:
+    def __init__(
+        self, fault_detector: FaultDetector, replica_check: ReplicaCheck, lock: RunLock | None
+    ) -> None:
         """`lock`: this process's lock of the run folder, on rank 0."""
-        self._fault_detector, self._lock = fault_detector, lock
+        self._fault_detector, self.replica_check, self._lock = fault_detector, replica_check, lock
         self._num_failures = 0  # in a row
         self._num_waits = 0  # in a row
         self._has_failed_locally = False
@@ -482,7 +266,7 @@ class Checkpointer(Callback):
         if self._saver is None or self._saver.pending_step is None:
             return None
         step = self._saver.pending_step
-        return self._count(self._saver.drain(), step, final=False)
+        return self._count(self._saver.drain(self._run.report_progress), step, final=False)
 
     def drain_before_save(self) -> SaveReport | CheckpointError | None:
         """Wait for the asynchronous save in flight, because another one is due; log the waiting
@@ -527,9 +311,9 @@ class Checkpointer(Callback):
     def _changes_batch_size(self) -> bool:
         """Return whether the step after the current one has another batch size."""
         schedule = build_batch_schedule(self._run.config.train)
-        consumed = self._run.prepared.state.consumed_samples
-        size = schedule.get_batch_size(consumed)
-        return schedule.get_batch_size(consumed + size) != size
+        position = self._run.prepared.state.read_samples
+        size = schedule.get_batch_size(position)
+        return schedule.get_batch_size(position + size) != size
 
     def save(
         self,
@@ -549,7 +333,7 @@ class Checkpointer(Callback):
             DataError: parameters are NaN or infinite, which no further step would change.
         """
         step = self._run.step
-        if self.saved_step == step:
+        if self.saved_step == step or self.replica_check.differs:
             return None
         if self._fault_detector.diverged:
             if not self._is_delayed:
@@ -606,8 +390,13 @@ class Checkpointer(Callback):
         folder, step = run.folder.checkpoints, run.state.step
         config_text = run.tokenizer_files.config_text(run.run, ".")
         auxiliary_files = run.tokenizer_files.contents
-        best_steps = frozenset(() if self._best is None else self._best.values)
-        retention = Retention(keep.keep, keep.keep_every, run.state.last_update, best_steps)
+        retention = Retention(
+            keep.keep,
+            keep.keep_every,
+            run.state.last_update,
+            list_rollback_limits(run.run.fault_detector, step),
+            frozenset(() if self._best is None else self._best.values),
+        )
         result: SaveReport | CheckpointError | None = None
         try:
             # There is no training that the last save could overlap with.
@@ -632,6 +421,7 @@ class Checkpointer(Callback):
                     config_text=config_text,
                     auxiliary_files=auxiliary_files,
                     retention=retention,
+                    report_progress=self._run.report_progress,
                 )
         except CheckpointError as error:
             result = error

@@ -5,7 +5,8 @@ from typing import Any
 
 from megalith.errors import CheckpointError
 from megalith.train.callbacks.base import Callback, Outcome, RunView
-from megalith.train.callbacks.health import Checkpointer, FaultDetector
+from megalith.train.callbacks.fault_detection import FaultDetector
+from megalith.train.callbacks.health import Checkpointer
 
 
 class LocalCheckpointer(Callback):
@@ -39,6 +40,7 @@ class LocalCheckpointer(Callback):
             and step < config.train.steps
             and step != self._checkpointer.saved_step
             and not self._fault_detector.diverged
+            and not self._checkpointer.replica_check.differs
         )
 
     def save(self, callback_states: Callable[[], dict[str, Any]]) -> None:  # Any: JSON

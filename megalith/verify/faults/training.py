@@ -278,14 +278,20 @@ def requests_of_first_rank(
     return message
 
 
-@replaces(step, "_run_backward", "dp, transient fault")
+@replaces(step, "_rerun_backward", "dp, transient fault")
 def rerun_added_to_gradients(
-    original: Original, trainer: Trainer, batches: object, hooks: object, *, rerun_of: Any = None
+    original: Original,
+    trainer: Trainer,
+    batches: object,
+    hooks: object,
+    earlier: Any,
+    *,
+    shift: int,
 ) -> Any:
     """The gradients of a rerun are added to those of the run before."""
-    before = [] if rerun_of is None else [one.gradient.clone() for one in rerun_of.local_params]
-    backward = original(trainer, batches, hooks, rerun_of=rerun_of)
-    for param, gradient in zip(backward.local_params, before, strict=rerun_of is not None):
+    before = [param.gradient.clone() for param in earlier.local_params]
+    backward = original(trainer, batches, hooks, earlier, shift=shift)
+    for param, gradient in zip(backward.local_params, before, strict=True):
         param.gradient.add_(gradient)
     return backward
 

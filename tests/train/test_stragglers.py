@@ -1,0 +1,124 @@
+"""A slow rank of a run is reported with its section, host and device; its waiting peers are not."""
+
+import platform
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.train import TrainRun
+from megalith.data.loader import Loader
+from megalith.models.decoder import Decoder
+from megalith.observe.flight import FlightRecorder
+from megalith.observe.metrics import read_metrics
+from megalith.optim.optimizers import AdamW
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.testing.inject import patched
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+
+SLOW: dict[str, tuple[Any, str]] = {
+    "data": (Loader, "next"),
+    "forward": (Decoder, "outputs"),
+    "backward": (torch.autograd, "backward"),
+    "optimizer": (AdamW, "step"),
+}
+"""Function that the section calls."""
+
+DELAY = 0.3
+
+
+def _delayed(original: Callable[..., Any], is_slow: Callable[[], bool]) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        if is_slow():
+            time.sleep(DELAY)
+        return original(*arguments, **options)
+
+    return run
+
+
+def _train(
+    rank: int, world: int, run: TrainRun, path: Path, section: str, ranks: list[int], calls: int
+) -> None:
+    """Train; the section is slow on `ranks` after the first `calls` calls."""
+    num_calls = 0
+
+    def is_slow() -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        return rank in ranks and num_calls > calls
+
+    grid = model_grid(run.parallel, run.model, world)
+    mesh = build_mesh(grid, rank=rank, flight=FlightRecorder())
+    owner, name = SLOW[section]
+    with ExitStack() as stack:
+        stack.enter_context(patched(owner, name, _delayed(getattr(owner, name), is_slow)))
+        run_training(run, RunFolder(path), mesh, torch.device("cpu"), show=False)
+
+
+def report(
+    tmp_path: Path,
+    section: str,
+    *,
+    ranks: list[int],
+    calls: int = 0,
+    steps: int = 6,
+    every: int = 1,
+) -> list[str]:
+    """Return the lines about stragglers in the log of a run of two ranks that compares them
+    every `every` steps."""
+    settings = {
+        "parallel.dp": "2",
+        "train.steps": str(steps),
+        "train.micro_batch_size": "6",
+        "train.eval_steps": "0",
+        "observe.straggler_check_every": str(every),
+    }
+    run_ranks(_train, 2, tiny_run(settings), tmp_path / "run", section, ranks, calls)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    return [line for line in log.splitlines() if " is slow in " in line and f" {section}:" in line]
+
+
+def check_slow_rank(tmp_path: Path, section: str) -> None:
+    lines = report(tmp_path, section, ranks=[1])
+    (line,) = (line for line in lines if "fastest rank" in line)
+    where = rf"step \d: rank 1 \(dp=1\) on {re.escape(platform.node())}, cpu is slow in {section}: "
+    assert re.search(where + r"[\d.]+ ms per step, [\d.]+ ms on the fastest rank of ", line), line
+    row = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]
+    assert row["slowest_rank"] == 1
+
+
+def test_slow_rank_is_reported_with_section_host_and_device(tmp_path: Path) -> None:
+    check_slow_rank(tmp_path, "forward")
+    share = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]["waiting_share"]
+    assert isinstance(share, float) and 0.1 < share < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["data", "backward", "optimizer"])
+def test_slow_rank_is_reported_in_every_section(tmp_path: Path, section: str) -> None:
+    check_slow_rank(tmp_path, section)
+
+
+@pytest.mark.slow
+def test_ranks_that_become_slower_are_reported_apart_from_slow_ranks(tmp_path: Path) -> None:
+    """The first step compiles: the later ones are compared with the second one."""
+    lines = report(tmp_path, "backward", ranks=[0, 1], calls=2, steps=8, every=2)
+    for rank in (0, 1):
+        (line,) = (line for line in lines if f": rank {rank} (dp={rank}) on " in line)
+        assert " ms in its first 2 steps (score " in line
+
+
+def test_comparison_can_be_turned_off(tmp_path: Path) -> None:
+    settings = {"train.steps": "2", "observe.straggler_check_every": "none"}
+    mesh, folder = build_single_rank_mesh(), RunFolder(tmp_path / "run")
+    run_training(tiny_run(settings), folder, mesh, torch.device("cpu"), show=False)
+    assert all("slowest_rank" not in row for row in read_metrics(folder.metrics))
