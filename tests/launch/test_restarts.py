@@ -28,7 +28,8 @@ def work():
     starts = here / f"starts{rank}"
     starts.write_text((starts.read_text() if starts.exists() else "") + "x")
     if rank == 0:
-        time.sleep(0.1 if sys.argv[1] == "stop" or len(starts.read_text()) > num_faults else 30)
+        ends = sys.argv[1] in ("stop", "suspect") or len(starts.read_text()) > num_faults
+        time.sleep(0.1 if ends else 30)
         return 0
     if len(starts.read_text()) > num_faults:
         return 0
@@ -115,7 +116,7 @@ def test_the_last_failure_is_raised_after_all_restarts(
 
 @pytest.mark.parametrize(
     ("how", "error"),
-    [("refuse", UserError), ("suspect", RankError), ("terminate", RankError)],
+    [("refuse", UserError), ("terminate", RankError)],
 )
 def test_a_job_is_not_started_again_after_a_final_exit(
     script: Path, how: str, error: type[Exception]
@@ -125,8 +126,11 @@ def test_a_job_is_not_started_again_after_a_final_exit(
     assert num_starts(script) == [1, 1]
 
 
-def test_a_job_that_stopped_after_a_save_is_not_started_again(script: Path) -> None:
-    assert launch(script, "stop", 5, 3) == 75
+@pytest.mark.parametrize(("how", "code"), [("stop", 75), ("suspect", 76)])
+def test_a_job_that_stopped_after_a_save_is_not_started_again(
+    script: Path, how: str, code: int
+) -> None:
+    assert launch(script, how, 5, 3) == code
     assert num_starts(script) == [1, 1]
 
 
