@@ -4,6 +4,8 @@
 #   sbatch launch/slurm.sh llama3_70b --run long --parallel.zero 1
 #   sbatch --nodes 16 --time 4:00:00 launch/slurm.sh my_run.yaml
 #
+# A requeued or resubmitted job may have another number of nodes if parallel.dp is unset: the run continues at its step.
+#
 # The arguments after the file are passed to `megalith train`. The folder `runs/` must be on a file system that all
 # machines share. Activate your environment before sbatch: Slurm passes it to the job.
 

@@ -24,6 +24,7 @@ SUMMARIES = {
     "prepare": "tokenize text into the .bin/.idx files that training reads",
     "data": "inspect, verify and merge .bin/.idx files, and pack conversations",
     "train": "train a recipe; the same command resumes",
+    "coordinate": "run the coordinator of replica groups, which train together",
     "request": "make a running job save, evaluate, profile or stop",
     "report": "goodput of a run, and the time that it lost by cause",
     "evaluate": "loss and bits per byte of a checkpoint on held-out text",

@@ -38,8 +38,10 @@ from megalith.estimate.memory import (
 )
 from megalith.estimate.times import (
     CommunicationTime,
+    PhaseEstimate,
     Traffic,
     communication_time,
+    estimate_phases,
     rank_flops,
     repeated_share,
     step_traffic,
@@ -297,6 +299,18 @@ def print_estimate(
         console.print(f"Note: {note}")
     console.print(_traffic_table(workload, place, device))
     console.print(_work_line(workload, device))
+    if workload.run.train.batch_size_schedule:
+        console.print(_phases_table(estimate_phases(workload, device)))
+
+
+def _phases_table(phases: Sequence[PhaseEstimate]) -> Table:
+    """Return the batch sizes of the run, with the work of a step."""
+    table = _table("from sample", "batch size", "steps", "microbatches", "work", "unequal shares")
+    for phase in phases:
+        seconds = "" if phase.work_seconds is None else f"{phase.work_seconds:.3g} s"
+        counts = (phase.start, phase.size, phase.num_steps, phase.num_microbatches)
+        table.add_row(*(f"{count:,}" for count in counts), seconds, phase.idle_ranks)
+    return table
 
 
 def _memory_table(place: PlaceMemory) -> Table:
@@ -429,6 +443,7 @@ def _table(*columns: str) -> Table:
             "can overlap with",
             "link",
             "layers",
+            "unequal shares",
             "",
         )
         first = column == columns[0] or column.startswith("sent by")
@@ -630,6 +645,7 @@ def _estimate_json(
         "flops_per_rank": rank_flops(workload),
         "repeated_share": repeated_share(workload),
         "work_seconds": work_seconds(workload, device),
+        "batch_sizes": [asdict(phase) for phase in estimate_phases(workload, device)],
     }
 
 

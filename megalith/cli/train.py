@@ -12,7 +12,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import format_value
-from megalith.config.train import TrainRun
+from megalith.config.train import CONFIG_FILE, TrainRun, is_started, run_path
 from megalith.config.tree import Override
 from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
         return 0
     run = resolve_run(command.recipe, overrides)
     _check_restarts(command, run)
-    starts_workers = must_start_workers(run, command.nproc, restarts=command.restarts)
+    folder = _select_folder(run, command)
+    starts_workers = must_start_workers(run, command.nproc, folder, restarts=command.restarts)
     if command.reset_attempts:
         _reset_attempts(run, command)
     if starts_workers:
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> int:
             restarts=command.restarts,
             build_ranks=_build_ranks_in_place(run, command) if run.restart.max_in_place else None,
         )
-    return _train(run, _select_folder(run, command), command.callback)
+    return _train(run, folder, command.callback)
 
 
 def _build_ranks_in_place(
@@ -120,7 +121,7 @@ def _fits(run: TrainRun, world: int) -> bool:
     from megalith.rules.run import check_run
 
     try:
-        check_run(run, world)
+        check_run(run, world, resumes=True)
     except ConfigError:
         return False
     return True
@@ -192,18 +193,19 @@ def print_settings(recipe: str, overrides: Mapping[str, Override]) -> None:
 def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
     """Return --run; else the folder of the run to resume, if the recipe is one; else runs/NAME for
     a new run."""
-    from megalith.train.run_folder import run_folder
-
     folder = Path(command.recipe)
-    is_run = (folder / "config.yaml").is_file() and not (folder / "manifest.json").exists()
+    is_run = (folder / CONFIG_FILE).is_file() and not (folder / "manifest.json").exists()
     if command.run is None and is_run:
         return folder
-    return run_folder(run, command.run).path
+    return run_path(run, command.run)
 
 
-def must_start_workers(run: TrainRun, nproc: int, *, restarts: int = 0) -> bool:
+def must_start_workers(
+    run: TrainRun, nproc: int, folder: Path | None = None, *, restarts: int = 0
+) -> bool:
     """Return whether this process only starts workers, because there are several or because they
-    may have to be started again; the run is checked before that.
+    may have to be started again; the run is checked before that. `folder`: that of a run that may
+    resume.
 
     Raises:
         ConfigError: --nproc is below 1, or a rule is violated.
@@ -217,21 +219,21 @@ def must_start_workers(run: TrainRun, nproc: int, *, restarts: int = 0) -> bool:
         )
     if in_worker(os.environ):
         return False
-    check_run(run, nproc)
+    check_run(run, nproc, resumes=folder is not None and is_started(folder))
     resolve_auto_recompute(run, nproc)
     return nproc > 1 or restarts > 0
 
 
-def resolve_recompute(run: TrainRun) -> TrainRun:
+def resolve_recompute(run: TrainRun, folder: Path | None = None) -> TrainRun:
     """Return this rank's run with recompute.granularity=auto resolved; the first rank prints the
-    choice."""
+    choice. `folder`: that of a run that may resume."""
     if run.recompute.granularity != "auto":
         return run
     from megalith.launch.worker import Worker
     from megalith.rules.run import check_run
 
     worker = Worker.from_environment(os.environ)
-    check_run(run, worker.world)
+    check_run(run, worker.world, resumes=folder is not None and is_started(folder))
     chosen = resolve_auto_recompute(run, worker.world)
     if worker.rank == 0:
         print(describe_auto_recompute(chosen.recompute), file=sys.stderr, flush=True)
@@ -278,7 +280,7 @@ def _train_round(
     from megalith.train.run_folder import RunFolder
     from megalith.train.starts import StartLog
 
-    run = resolve_recompute(run)
+    run = resolve_recompute(run, path)
     callbacks = load_callbacks(callback_names)
     progress = [] if client is None else [RoundProgress(client)]
     with join_job(run, os.environ, path, client, heartbeat) as job:

@@ -291,6 +291,16 @@ MOCK_SPLIT = "1,1,1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataPhaseConfig:
+    """Data phase: another blend of training data from a number of samples on."""
+
+    samples: Annotated[int, Ge(1)]
+    """Number of samples of the run after which the phase begins."""
+    path: tuple[str, ...]
+    """Prefixes of .bin/.idx files, as `data.path` or `data.train_path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Training data. Exactly one source is required: `mock`, `path`, the paths per split, the
     conversations of `sft`, or a `plugin`."""
@@ -310,6 +320,10 @@ class DataConfig:
     """Prefixes of the validation split, used with `train_path`."""
     test_path: tuple[str, ...] = ()
     """Prefixes of the test split, used with `train_path`."""
+    phases: tuple[DataPhaseConfig, ...] = ()
+    """Data phases: blends that replace `path` or `train_path` from a number of samples on, each
+    read from its start in an order of its own. A checkpoint is saved before each change if
+    `checkpoint.every` is set. Unset: one blend for the whole run."""
     split: str | None = None
     """Relative sizes of the train, valid and test splits. Unset: 969,30,1 for `path`, and 1,1,1
     for `mock`."""
@@ -450,6 +464,7 @@ def data_problems(data: DataConfig) -> list[str]:
         + mock_problems(data.mock_lengths, most=data.mock_max_tokens - 1, used=data.mock)
         + sft_problems(data.sft)
         + _text_problems(data)
+        + _phase_problems(data)
     )
     fields = {"path": data.path} | {
         f"{name}_path": words for name, words in per_split_paths(data).items()
@@ -457,6 +472,8 @@ def data_problems(data: DataConfig) -> list[str]:
     for name, words in fields.items():
         if words:
             problems += _error_messages(partial(parse_blend, f"data.{name}", words))
+    for number, phase in enumerate(data.phases):
+        problems += _error_messages(partial(parse_blend, f"data.phases[{number}].path", phase.path))
     if data.split is not None:
         problems += _error_messages(partial(parse_split, data.split))
     return problems
@@ -486,6 +503,40 @@ def _source_problems(data: DataConfig) -> list[str]:
         problems.append(
             f"data.split={data.split} divides one corpus, but data.train_path, valid_path or "
             f"test_path set one per split. Remove data.split, or use data.path."
+        )
+    return problems
+
+
+def _phase_problems(data: DataConfig) -> list[str]:
+    """Return the violated rules of data phases: increasing starts, stores, one order per phase."""
+    if not data.phases:
+        return []
+    problems, before = [], 0
+    for number, phase in enumerate(data.phases):
+        at = f"data.phases[{number}]"
+        if phase.samples <= before:
+            problems.append(
+                f"{at}.samples={phase.samples} must be after the start of the phase before it, "
+                f"sample {before}. Set {at}.samples to {before + 1} or more."
+            )
+        if not phase.path:
+            problems.append(
+                f"{at}.path is empty. Set it to the prefixes of the stores that the phase reads."
+            )
+        before = max(before, phase.samples)
+    if not data.path and not data.train_path:
+        problems.append(
+            "data.phases needs token stores for the first phase. Set data.path or data.train_path."
+        )
+    if data.sampler != "sequential":
+        problems.append(
+            f"data.phases with data.sampler={data.sampler}, which has no position in the data that "
+            "phases could start at. Set data.sampler=sequential."
+        )
+    if data.num_train_samples is not None:
+        problems.append(
+            f"data.phases with data.num_train_samples={data.num_train_samples}: the order of each "
+            "phase is built for its own samples. Remove data.num_train_samples."
         )
     return problems
 

@@ -224,6 +224,7 @@ def _loss_scale_problems(optim: OptimConfig, precision: PrecisionConfig) -> list
 DecayStyle = Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
+BatchSizeScaling = Literal["none", "sqrt", "linear"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +268,11 @@ class ScheduleConfig:
     wsd_decay_style: WsdDecayStyle = "minus_sqrt"
     """wsd: shape of the final decay. minus_sqrt, 1 - sqrt(x), was best in Hägele et al. 2024,
     arXiv:2405.18392, section 3."""
+
+    scale_lr_with_batch_size: BatchSizeScaling = "none"
+    """With train.batch_size_schedule: factor of the learning rate in steps whose batch size differs
+    from train.global_batch_size, for which `lr` is set. sqrt: square root of their ratio, for Adam
+    (arXiv:2205.10287); linear: their ratio, for SGD (arXiv:1706.02677); none: 1."""
 
     weight_decay: Annotated[float, Ge(0), Le(1e3), Example(0.1)] = 0.1
     """Weight decay of matrices; norms and biases have none. The initial value if

@@ -92,6 +92,11 @@ class LoopConfig:
     """Rows per microbatch of one rank; a rank with more rows per step uses gradient
     accumulation."""
 
+    uneven_batch: Literal["reject", "allow"] | None = None
+    """Global batch sizes that are not a multiple of `micro_batch_size` times the data-parallel
+    ranks. allow: some ranks have fewer rows, and may idle; losses and gradients are the same.
+    Unset: allow when a run resumes, such as on another number of ranks, else reject."""
+
     seq_len: Annotated[int, Ge(1)] = 1024
     """Sequence length: tokens per row, or maximum tokens per document with
     `tokens_per_microbatch`."""
@@ -304,6 +309,20 @@ class TrainRun:
 
     seed: Annotated[int, Ge(0)] = 1234
     """Random seed of initial weights, data order and sampling."""
+
+
+def run_path(run: TrainRun, name: str | None) -> Path:
+    """Return runs/NAME, or the path `name` if it contains a slash before its end or starts with a
+    dot."""
+    plain = (name or run.name).rstrip("/")  # shell completion appends a slash
+    if name and (not plain or "/" in plain or plain.startswith(".")):
+        return Path(name)
+    return Path("runs") / plain
+
+
+def is_started(folder: Path) -> bool:
+    """Return whether the folder is that of a run that was started before."""
+    return (folder / CONFIG_FILE).is_file()
 
 
 def load_run(file: Path, variables: Mapping[str, str] = os.environ) -> TrainRun:

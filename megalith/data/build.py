@@ -5,9 +5,10 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from megalith.config.fields import range_problems
 from megalith.config.plugins import load_plugin
 from megalith.data.cache import Arrays, load_or_build
 from megalith.data.indexed import IndexedDataset, missing_store_message
+from megalith.data.phases import PhasedDataset, PhasedDocuments, phase_counts
 from megalith.data.pretrain import (
     DocumentDataset,
     MockStore,
@@ -304,7 +306,11 @@ def build_datasets(
     builder_class = _DocumentBuilder if samples.whole_documents else _Builder
     builder = builder_class(data, samples)
     pinned = data.num_train_samples if train_samples else None
-    train = builder.split("train", pinned or train_samples, train_longer)
+    train = (
+        _build_phases(builder, samples, train_samples, train_longer)
+        if data.phases and train_samples
+        else builder.split("train", pinned or train_samples, train_longer)
+    )
     single_pass = data.sampler == "sequential"
     if (
         single_pass
@@ -326,6 +332,26 @@ def build_datasets(
     datasets = {"train": train, "valid": valid, "test": test}.items()
     notes = tuple(f"{name}: {text}" for name, one in datasets for text in _report_lines(one))
     return Splits(train, valid, test, notes)
+
+
+def _build_phases(
+    builder: "_Builder", samples: SampleSettings, num_samples: int, longer: Sequence[int]
+) -> Dataset:
+    """Build the training data of a run with data phases, up to the last phase that it reaches.
+
+    Documents and windows of each phase are shuffled by a seed of its own.
+
+    Raises:
+        DataError: a phase has too few samples.
+    """
+    starts = [0, *(phase.samples for phase in builder.data.phases)]
+    phases = []
+    for number, counts in enumerate(phase_counts(starts, [num_samples, *longer])):
+        dataset = builder.for_phase(number).split("train", counts[0], counts[1:])
+        assert dataset is not None, "a phase has samples"
+        phases.append(dataset)
+    phased_class = PhasedDocuments if samples.whole_documents else PhasedDataset
+    return phased_class(phases, starts[: len(phases) + 1])
 
 
 def _report_lines(dataset: Dataset | None) -> tuple[str, ...]:
@@ -358,6 +384,7 @@ def _missing_stores(data: DataConfig) -> list[str]:
     fields = {"path": data.path} | {
         f"{name}_path": words for name, words in per_split_paths(data).items()
     }
+    fields |= {f"phases[{number}].path": phase.path for number, phase in enumerate(data.phases)}
     prefixes = [
         prefix
         for name, words in fields.items()
@@ -375,8 +402,24 @@ class _Builder:
     blend_class = BlendedDataset
 
     def __init__(self, data: DataConfig, samples: SampleSettings) -> None:
-        self._data, self._samples = data, samples
+        self.data, self._samples = data, samples
         self._stores: dict[str, TokenStore] = {}
+
+    def for_phase(self, number: int) -> Self:
+        """Return the builder of the training data of a phase; 0: before all of `data.phases`. The
+        stores that are open are shared."""
+        if number == 0:
+            return self
+        path = self.data.phases[number - 1].path
+        data = (
+            replace(self.data, train_path=path)
+            if per_split_paths(self.data)
+            else replace(self.data, path=path)
+        )
+        seed = (self._samples.seed + number) % 2**32
+        builder = type(self)(data, replace(self._samples, seed=seed))
+        builder._stores = self._stores
+        return builder
 
     def split(
         self, name: str, num_samples: int | None, longer: Sequence[int] = ()
@@ -385,7 +428,7 @@ class _Builder:
         counts."""
         if num_samples == 0:
             return None
-        words = per_split_paths(self._data)
+        words = per_split_paths(self.data)
         if words:
             if name not in words:
                 raise ConfigError(
@@ -395,15 +438,15 @@ class _Builder:
             return self._blend(
                 name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples, longer
             )
-        share = parse_split(get_split(self._data))[SPLIT_NAMES.index(name)]
+        share = parse_split(get_split(self.data))[SPLIT_NAMES.index(name)]
         if share is None:
             raise ConfigError(
-                f"data.split={get_split(self._data)} assigns no data to {name}, but the run reads "
+                f"data.split={get_split(self.data)} assigns no data to {name}, but the run reads "
                 f"{num_samples or 'all'} "
                 f"{name} samples. Set a {name} share above 0."
             )
         blend = (
-            Blend(("mock",), None) if self._data.mock else parse_blend("data.path", self._data.path)
+            Blend(("mock",), None) if self.data.mock else parse_blend("data.path", self.data.path)
         )
         return self._blend(name, blend, share, num_samples, longer)
 
@@ -415,7 +458,7 @@ class _Builder:
         num_samples: int | None,
         longer: Sequence[int],
     ) -> Dataset:
-        alone = len(blend.prefixes) == 1 and (blend.weights is None or per_split_paths(self._data))
+        alone = len(blend.prefixes) == 1 and (blend.weights is None or per_split_paths(self.data))
         if alone:
             return self._member(name, blend.prefixes[0], share, num_samples, longer)
         if blend.weights is None:
@@ -449,7 +492,7 @@ class _Builder:
             _log.info("%s: %s has weight 0 and is not read", name, prefixes[index])
         used_weights = [weights[index] for index in used_indices]
         sizes = [
-            compute_member_sizes(used_weights, count, self._data.mid_level_dataset_surplus)
+            compute_member_sizes(used_weights, count, self.data.mid_level_dataset_surplus)
             for count in counts
         ]
         members = [
@@ -509,9 +552,9 @@ class _Builder:
             num_samples=num_samples,
             seed=self._samples.seed,
             keep_partial=self._samples.keep_partial
-            or (name == "valid" and self._data.keep_partial_valid),
+            or (name == "valid" and self.data.keep_partial_valid),
         )
-        folder = self._data.cache_path or (None if self._data.mock else f"{prefix}/cache")
+        folder = self.data.cache_path or (None if self.data.mock else f"{prefix}/cache")
         build = partial(
             PretrainDataset,
             store,
@@ -525,22 +568,22 @@ class _Builder:
 
     def _store(self, prefix: str) -> TokenStore:
         if prefix not in self._stores:
-            if self._data.mock:
+            if self.data.mock:
                 assert self._samples.eod is not None, "mock data needs an end-of-document token"
                 self._stores[prefix] = MockStore(
                     self._samples.vocab_size,
                     self._samples.eod,
-                    self._data.mock_num_documents,
-                    self._data.mock_max_tokens,
-                    self._data.mock_lengths,
+                    self.data.mock_num_documents,
+                    self.data.mock_max_tokens,
+                    self.data.mock_lengths,
                 )
             else:
-                self._stores[prefix] = IndexedDataset(prefix, mmap=self._data.mmap)
+                self._stores[prefix] = IndexedDataset(prefix, mmap=self.data.mmap)
                 _probe(self._stores[prefix], self._samples.vocab_size)
         return self._stores[prefix]
 
     def _blend_folder(self) -> Path | None:
-        return None if self._data.cache_path is None else Path(self._data.cache_path)
+        return None if self.data.cache_path is None else Path(self.data.cache_path)
 
 
 class _DocumentBuilder(_Builder):
@@ -563,7 +606,7 @@ class _DocumentBuilder(_Builder):
             share=share,
             split=name,
             seq_len=self._samples.seq_len,
-            overlong=self._data.overlong,
+            overlong=self.data.overlong,
             seed=self._samples.seed,
             num_samples=num_samples and max([num_samples, *longer]),
             vocab_size=self._samples.vocab_size,

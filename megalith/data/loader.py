@@ -4,7 +4,7 @@ batch."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.config.data import DataConfig, Sampler
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.data.packs import pack_documents, row_masks, token_numbers, with_row_masks
 from megalith.data.sample import (
@@ -38,10 +38,14 @@ from megalith.kernels.packed import (
 )
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batch_assignment import (
+    ANY_COUNTS,
     BatchAssignment,
     DocumentCost,
+    MicrobatchCounts,
+    SampleAssignment,
     TokenBudget,
-    assign_rows,
+    assign_balanced_rows,
+    build_microbatch_counts,
     build_token_budget,
     cyclic_sample_ids,
     document_cost,
@@ -50,6 +54,7 @@ from megalith.plan.batch_assignment import (
 )
 from megalith.plan.batch_schedule import BatchSizeSchedule, build_batch_schedule
 from megalith.plan.context import WHOLE, Slicing, plan_slices
+from megalith.plan.layers.base import num_attended_pairs
 from megalith.plan.packing import (
     documents_from_eod,
     labels_inside_documents,
@@ -91,7 +96,8 @@ class Batch:
     """Labels per MTP depth that are not masked, as `num_labels`."""
 
     part: float = 1.0
-    """Its tokens divided by the mean per microbatch of the step; 1 for unpacked rows."""
+    """Its tokens, or rows, divided by their mean per microbatch of the step; 1 for a full
+    microbatch of rows if all of the step are full."""
 
     dropout_key: DropoutKey | None = None
     """Key of the dropout masks; None: no dropout."""
@@ -143,8 +149,15 @@ class StepBatches:
     num_padded_tokens: int = 0
     """Input tokens of the global batch with padding."""
 
-    lengths: tuple[int, ...] | None = None
-    """Lengths of all documents of the global batch; None if unknown before reading."""
+    num_microbatches: int | None = None
+    """Microbatches of all data-parallel ranks, without empty ones of rows; None: all ranks have as
+    many as this one."""
+
+    squared_lengths: int = 0
+    """Sum of the squared document lengths of the global batch."""
+
+    num_window_pairs: int | None = None
+    """Query-key pairs inside the attention windows of the global batch; None without windows."""
 
     imbalance: float | None = None
     """Relative excess of the most loaded data-parallel rank's cost over the mean; None if
@@ -215,6 +228,9 @@ class BatchSettings:
     balanced: bool = False
     """Assign rows to data-parallel ranks by their cost."""
 
+    counts: MicrobatchCounts = ANY_COUNTS
+    """Numbers of microbatches of rows that ranks can run."""
+
     @classmethod
     def of_run(cls, run: TrainRun, masks: MaskSettings) -> Self:
         """Return those of a run."""
@@ -228,6 +244,7 @@ class BatchSettings:
             budget=build_token_budget(run.train, run.parallel, run.model),
             cost=document_cost(run.model),
             balanced=run.train.balance_rows,
+            counts=build_microbatch_counts(run.parallel, run.model),
         )
 
 
@@ -279,12 +296,14 @@ class Loader:
             check_batches_consistent_across_ranks(
                 assignment.num_microbatches, count[-2:].tolist(), self.world_group
             )
-        read, own, *mtp_inputs = count[: 2 + self.settings.num_mtp_layers].tolist()
+        read, own, squares, pairs, *mtp_inputs = count[: 4 + self.settings.num_mtp_layers].tolist()
         return replace(
             step,
             num_labels=own,
             num_mtp_labels=tuple(mtp_inputs),
             num_tokens=read,
+            squared_lengths=squares,
+            num_window_pairs=pairs if self._attention_window is not None else None,
             extra_sums=dict(zip(self.counted_extra, extra_sums.tolist(), strict=True)),
         )
 
@@ -300,7 +319,13 @@ class Loader:
             step, assignment = self._read_packs(self.settings.budget)
         self._position += self._batch_size
         counts = [
-            (batch.num_tokens, batch.num_labels, *batch.num_mtp_labels)
+            (
+                batch.num_tokens,
+                batch.num_labels,
+                batch.squared_lengths,
+                self._count_window_pairs(batch),
+                *batch.num_mtp_labels,
+            )
             for batch in step.microbatches
         ]
         sums = [sum(depth) for depth in zip(*counts, strict=True)]
@@ -322,56 +347,99 @@ class Loader:
         )
 
     @property
+    def _attention_window(self) -> AttentionConfig | None:
+        """Attention config of a model with attention windows; None without windows."""
+        attention = self.settings.cost.attention
+        return None if attention is None or attention.window is None else attention
+
+    def _count_window_pairs(self, batch: Batch) -> int:
+        """Return the query-key pairs inside the attention windows of a microbatch, 0 without
+        windows."""
+        attention = self._attention_window
+        if attention is None:
+            return 0
+        return sum(num_attended_pairs(length, attention) for length in batch.lengths)
+
+    @property
     def _batch_size(self) -> int:
         """Number of samples of the step that begins at the current position."""
         return self.settings.batch_schedule.get_batch_size(self._position)
 
     def _read_rows(self) -> StepBatches:
-        """Read this rank's rows of the next step."""
+        """Read this rank's rows of the next step. Microbatches that have fewer rows, or none, are
+        filled up with padding."""
         rows, positions, stats = self._rows(), self._places(), StepBatches([], 0)
         if isinstance(self.dataset, HasDocumentLengths):
             rows, stats = self._assign_rows(self.dataset)
             positions = rows
+        per_microbatch = self.settings.micro_batch_size
+        num_filled = -(-self._batch_size // per_microbatch)
         samples = [[self.dataset.sample(k) for k in self._locate(ids)] for ids in rows]
+        blank = (
+            samples[0][0] if samples[0] else self.dataset.sample(self._locate([self._position])[0])
+        ).blank()
         batches = [
             build_batch(
-                each,
+                [*each, *[blank] * (per_microbatch - len(each))],
                 self.settings.masks,
                 device=self.device,
                 slicing=self.slicing,
                 num_mtp_layers=self.settings.num_mtp_layers,
                 extra=self.extra,
+                num_empty=per_microbatch - len(each),
             )
             for each in samples
         ]
         if self.settings.dropout_seed is not None:
             batches = [
-                with_dropout(batch, at, seed=self.settings.dropout_seed)
-                for batch, at in zip(batches, positions)
+                with_dropout(
+                    batch,
+                    [*at, *[-1] * (per_microbatch - len(at))],
+                    seed=self.settings.dropout_seed,
+                )
+                for batch, at in zip(batches, positions, strict=True)
             ]
-        size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
-        return replace(stats, microbatches=batches, num_padded_tokens=self._batch_size * size)
+        if self._batch_size % per_microbatch or not samples[-1]:
+            batches = [
+                replace(batch, part=len(ids) * num_filled / self._batch_size)
+                for batch, ids in zip(batches, rows, strict=True)
+            ]
+        size = len(blank.ids) - isinstance(blank, Sample)
+        return replace(
+            stats,
+            microbatches=batches,
+            num_padded_tokens=self._batch_size * size,
+            num_microbatches=num_filled,
+        )
 
     def _assign_rows(self, dataset: HasDocumentLengths) -> tuple[list[list[int]], StepBatches]:
         """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
         rows."""
-        dp, count = self.dp, self._batch_size
+        dp, count, settings = self.dp, self._batch_size, self.settings
         step = self._locate(range(self._position, self._position + count))
         lengths = [dataset.document_lengths(k) for k in step]
-        costs = [sum(map(self.settings.cost, row)) for row in lengths]
-        assignment = assign_rows(
-            costs, dp=dp.size, rows=self.settings.micro_batch_size, balanced=self.settings.balanced
+        costs = [sum(map(settings.cost, row)) for row in lengths]
+        assignment = SampleAssignment(
+            num_samples=count,
+            micro_batch_size=settings.micro_batch_size,
+            num_ranks=dp.size,
+            counts=settings.counts,
         )
-        ranks = [
-            sum(costs[row] for rows in assignment[rank :: dp.size] for row in rows)
-            for rank in range(dp.size)
-        ]
-        local_rows = [
-            [self._position + row for row in rows] for rows in assignment[dp.rank :: dp.size]
-        ]
-        return local_rows, StepBatches(
-            [], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks)
+        local_rows: list[list[list[int]]] = (
+            assign_balanced_rows(costs, dp=dp.size, rows=settings.micro_batch_size)
+            if settings.balanced
+            else [
+                [list(rows) for rows in assignment.list_microbatches(rank)]
+                for rank in range(dp.size)
+            ]
         )
+        cost_by_rank = [sum(costs[row] for rows in rank for row in rows) for rank in local_rows]
+        missing = assignment.count_microbatches(dp.rank) - len(local_rows[dp.rank])
+        rows_by_microbatch = [
+            *([self._position + row for row in rows] for rows in local_rows[dp.rank]),
+            *[[] for _ in range(missing)],
+        ]
+        return rows_by_microbatch, StepBatches([], 0, imbalance=imbalance(cost_by_rank))
 
     def _read_packs(self, budget: TokenBudget) -> tuple[StepBatches, BatchAssignment]:
         """Read this rank's packs of the next step's documents."""
@@ -396,9 +464,10 @@ class Loader:
             for pack in assignment.rank_packs(self.dp.rank)
         ]
         num_padded_tokens = len(assignment.packs) * budget.capacity
-        return StepBatches(
-            batches, 0, (), 0, num_padded_tokens, tuple(lengths), assignment.imbalance
-        ), assignment
+        step_batches = StepBatches(
+            batches, 0, num_padded_tokens=num_padded_tokens, imbalance=assignment.imbalance
+        )
+        return step_batches, assignment
 
     def _rows(self) -> list[list[int]]:
         """Return the samples that this rank reads in the next step, per microbatch."""
@@ -434,6 +503,7 @@ class Loader:
             micro_batch_size=self.settings.micro_batch_size,
             dp_rank=self.dp.rank,
             total=total,
+            counts=self.settings.counts,
         )
 
     def _locate(self, numbers: Sequence[int]) -> Sequence[int]:
@@ -449,8 +519,8 @@ class _PrefetchedStep(NamedTuple):
 
     step: StepBatches
     sums: Tensor
-    """int64: input tokens, labels, labels per MTP depth; with packing, the digest and its
-    square."""
+    """int64: input tokens, labels, squared document lengths, query-key pairs inside attention
+    windows, labels per MTP depth; with packing, the digest and its square."""
 
     extra_sums: Tensor
     """float64: sum of each extra tensor of numbers."""
@@ -503,8 +573,10 @@ def build_batch(
     slicing: Slicing = WHOLE,
     num_mtp_layers: int = 0,
     extra: Mapping[str, ExtraTensor] | None = None,
+    num_empty: int = 0,
 ) -> Batch:
     """Build one microbatch of packed tokens from rows, and take this rank's context-parallel shard.
+    The last `num_empty` rows are padding: they count as no tokens and are not routed to experts.
 
     Rows packed by document have their own labels; `masks` applies to the others. `extra`: the extra
     tensors of the samples; None: they are not used.
@@ -519,7 +591,7 @@ def build_batch(
     read = (
         tuple(length for row in packed for length in row.lengths_without_padding)
         if packed
-        else tuple(lengths)
+        else _lengths_of_filled_rows(plain[: len(plain) - num_empty], lengths)
     )
     counted = labels >= 0
     pairs = [
@@ -533,7 +605,9 @@ def build_batch(
     if (places := _places(samples, lengths)) is not None:
         seq_params = with_multimodal_positions(seq_params, places)
     hidden = row_masks(samples, padding=masks.padding)
-    seq_params = _mask_padding(with_row_masks(seq_params, hidden, lengths), packed)
+    seq_params = _mask_padding(
+        with_row_masks(seq_params, hidden, lengths), samples, num_empty=num_empty
+    )
     (own_ids, own_labels), *others = [
         (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
     ]
@@ -644,11 +718,24 @@ def build_pack(
     )
 
 
-def _mask_padding(seq_params: PackedSeqParams, rows: Sequence[PackedSample]) -> PackedSeqParams:
-    """Mark the padding of packed rows, which is not routed to experts."""
-    if all(row.num_valid == len(row.ids) for row in rows):
+def _lengths_of_filled_rows(rows: Sequence[Sample], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the document lengths of the first rows of a microbatch, which are not empty."""
+    num_tokens = sum(len(row.ids) - 1 for row in rows)
+    return tuple(length for length, end in zip(lengths, accumulate(lengths)) if end <= num_tokens)
+
+
+def _mask_padding(
+    seq_params: PackedSeqParams, rows: Sequence[Row], *, num_empty: int
+) -> PackedSeqParams:
+    """Mark the padding of packed rows, and the last `num_empty` rows, which are not routed to
+    experts."""
+    text = []
+    for number, row in enumerate(rows):
+        size = len(row.ids) - isinstance(row, Sample)
+        num_text = row.num_valid if isinstance(row, PackedSample) else size
+        text.append(np.arange(size) < (num_text if number < len(rows) - num_empty else 0))
+    if all(row.all() for row in text):
         return seq_params
-    text = [np.arange(len(row.ids)) < row.num_valid for row in rows]
     return _with_padding_of(seq_params, np.where(np.concatenate(text), 0, -1))
 
 
@@ -735,12 +822,14 @@ def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
 
 
 def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
-    """Set the dropout key of a batch; `rows`: positions of its rows in the whole run."""
+    """Set the dropout key of a batch; `rows`: positions of its rows in the whole run, -1 for rows
+    that are all padding."""
     context = batch.seq_params.context
     source = None if context is None else context.slices.source
     count = batch.seq_params.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
     length = int(count) // len(rows)
-    numbers = np.asarray(rows, dtype=np.int64)[:, None] * length + np.arange(length)
+    at = np.asarray(rows, dtype=np.int64)[:, None]
+    numbers = np.where(at < 0, -1, at * length + np.arange(length))
     key = _dropout_key(batch.seq_params, numbers.reshape(-1), seed)
     return replace(batch, dropout_key=key)
 

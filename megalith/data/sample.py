@@ -87,6 +87,11 @@ class Sample:
         """Bool [seq_len + 1], False for padding."""
         return np.arange(len(self.ids)) < self.num_valid
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether the row is all padding; it has no extra tensors then."""
+        return self.num_valid == 0 and not self.extra
+
     def blank(self) -> "Sample":
         """Return a row of the same length that is all padding."""
         return Sample(np.zeros_like(self.ids), num_valid=0, mask=self.mask and self.mask.blank())
@@ -123,6 +128,11 @@ class PackedSample:
             if end <= self.num_valid
         )
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether the row is all padding; it has no extra tensors then."""
+        return self.num_valid == 0 and not self.extra
+
     def blank(self) -> "PackedSample":
         """Return a row of the same length that is all padding."""
         size = len(self.ids)
@@ -141,13 +151,14 @@ def concatenate_extra(
     """Return the extra tensors of several samples: [t, ...] per token, [documents, ...] per
     document, [samples, ...] per sample; padding is 0.
 
-    `num_documents`: documents of each sample without and with padding.
+    `num_documents`: documents of each sample without and with padding. The values of rows that are
+    all padding are 0.
 
     Raises:
         DataError: a sample does not have the tensors as they are declared.
     """
     for sample in samples:
-        if sample.extra.keys() != declared.keys():
+        if sample.extra.keys() != declared.keys() and not sample.is_blank:
             raise DataError(
                 f"a sample has the extra tensors {sorted(sample.extra)}, but the attribute `extra` "
                 f"of its dataset declares {sorted(declared)}. Return an array for each declared "
@@ -157,11 +168,21 @@ def concatenate_extra(
     for name, tensor in declared.items():
         parts = [tensor.zeros(0)]
         for sample, (documents, padded) in zip(samples, num_documents, strict=True):
-            parts.append(_extra_values(sample, name, tensor, documents))
+            parts.append(
+                tensor.zeros(_count_extra(sample, tensor, documents))
+                if sample.is_blank
+                else _extra_values(sample, name, tensor, documents)
+            )
             if tensor.per == "document" and padded > documents:
                 parts.append(tensor.zeros(padded - documents))
         tensors[name] = np.concatenate(parts)
     return tensors
+
+
+def _count_extra(sample: Row, declared: ExtraTensor, num_documents: int) -> int:
+    """Return the number of values of an extra tensor of a sample."""
+    num_tokens = len(sample.ids) - isinstance(sample, Sample)
+    return {"token": num_tokens, "document": num_documents, "sample": 1}[declared.per]
 
 
 def _extra_values(

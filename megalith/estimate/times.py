@@ -22,8 +22,9 @@ from megalith.estimate.memory import (
     keeps_gathered,
     sharded_rows,
 )
-from megalith.estimate.workload import Workload
-from megalith.plan.batch_schedule import largest_batch_size
+from megalith.estimate.workload import Workload, plan_workload
+from megalith.plan.batch_assignment import assign_rows
+from megalith.plan.batch_schedule import build_batch_schedule, largest_batch_size
 from megalith.plan.context import layer_context_kind
 from megalith.plan.costs import (
     attention_flops,
@@ -676,6 +677,46 @@ def work_seconds(workload: Workload, device: Device) -> float | None:
     return (
         rank_flops(workload) * (1 + repeated_share(workload)) / (device.tflops * 1e12 * EFFICIENCY)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEstimate:
+    """Estimate of the steps of one batch size of train.batch_size_schedule."""
+
+    start: int
+    """Consumed samples at its first step."""
+
+    size: int
+    """Global batch size."""
+
+    num_steps: int
+    num_microbatches: int
+    """Largest number of microbatches of a rank in a step."""
+
+    work_seconds: float | None
+    """Computation time of a step on the rank with the most rows, without bubble and
+    communication; None if the device's rate is not known."""
+
+    idle_ranks: str
+    """What unequal shares of the ranks cost; empty if they are equal."""
+
+
+def estimate_phases(workload: Workload, device: Device) -> list[PhaseEstimate]:
+    """Return an estimate of each batch size of a run, in the order of its steps."""
+    run, dp = workload.run, workload.grid.size("dp")
+    phases = []
+    for start, size, num_steps in build_batch_schedule(run.train).list_phases(run.train.steps):
+        train = replace(run.train, global_batch_size=size, batch_size_schedule=())
+        phase = plan_workload(replace(run, train=train), workload.world)
+        idle, seconds = "", work_seconds(phase, device)
+        if run.train.tokens_per_microbatch is None:
+            assignment = assign_rows(run, size, dp)
+            idle = assignment.describe_idle_ranks()
+            if seconds is not None:
+                most = min(assignment.num_rounds * run.train.micro_batch_size, size)
+                seconds *= most * dp / size
+        phases.append(PhaseEstimate(start, size, num_steps, phase.num_microbatches, seconds, idle))
+    return phases
 
 
 def communication_time(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from megalith.config.optim import (
+    BatchSizeScaling,
     DecayStyle,
     GroupConfig,
     ScheduleConfig,
@@ -101,6 +102,22 @@ def learning_rate(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengt
     )
 
 
+def batch_size_factor(schedule: ScheduleConfig, *, size: int, full_size: int) -> float:
+    """Return the factor of the learning rate of a step with `size` samples; `full_size`:
+    train.global_batch_size.
+
+    Source of sqrt: Malladi et al. 2022, arXiv:2205.10287, section 4; of linear: Goyal et al. 2017,
+    arXiv:1706.02677, section 2.1.
+
+    >>> schedule = ScheduleConfig(lr=1e-3, scale_lr_with_batch_size="sqrt")
+    >>> [batch_size_factor(schedule, size=size, full_size=16) for size in (4, 16)]
+    [0.5, 1.0]
+    """
+    ratio = size / full_size
+    factors = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}
+    return factors[schedule.scale_lr_with_batch_size]
+
+
 def weight_decay(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths) -> float:
     """Return the weight decay of the step before which `samples` samples were consumed."""
     start, end = schedule.weight_decay, schedule.end_weight_decay
@@ -125,10 +142,15 @@ NO_GROUPS: Mapping[str, GroupRates] = MappingProxyType({})
 
 
 def group_rates(
-    groups: Sequence[GroupConfig], schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths
+    groups: Sequence[GroupConfig],
+    schedule: ScheduleConfig,
+    samples: int,
+    lengths: ScheduleLengths,
+    *,
+    factor: float = 1.0,
 ) -> dict[str, GroupRates]:
     """Return learning rate and weight decay of every group by name, in the step after `samples`
-    samples."""
+    samples. `factor`: of the learning rates (`batch_size_factor`)."""
     rates = {}
     for group in groups:
         group_schedule = schedule
@@ -148,7 +170,7 @@ def group_rates(
             1.0 if x is None else x for x in (group.lr_scale, group.weight_decay_scale)
         )
         lr, decay = (
-            learning_rate(group_schedule, samples, lengths) * lr_scale,
+            learning_rate(group_schedule, samples, lengths) * lr_scale * factor,
             weight_decay(group_schedule, samples, lengths) * decay_scale,
         )
         rates[group.name] = GroupRates(lr, decay)
@@ -201,6 +223,7 @@ def _style_problems(schedule: ScheduleConfig) -> list[str]:
         "style": DecayStyle,
         "wsd_decay_style": WsdDecayStyle,
         "weight_decay_style": WeightDecayStyle,
+        "scale_lr_with_batch_size": BatchSizeScaling,
     }
     return [
         f"schedule.{name}={getattr(schedule, name)} must be one of {', '.join(get_args(styles))}."

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from megalith.config.data import DataConfig
 from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
-from megalith.config.train import LoopConfig
+from megalith.config.train import LoopConfig, TrainRun
 from megalith.errors import DataError, PlanError
-from megalith.plan.batch_schedule import largest_batch_size
+from megalith.plan.batch_schedule import largest_batch_size, list_batch_sizes
 from megalith.plan.costs import step_flops
 from megalith.plan.grid import divisors
 from megalith.plan.layers.base import num_attended_pairs
@@ -217,30 +217,25 @@ def _assign_packs(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> Ba
     return BatchAssignment(tuple(packs[number] for number in pack_numbers), dp, tuple(totals))
 
 
-def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> list[list[int]]:
-    """Assign full rows to ranks, `rows` per microbatch; microbatch m of rank r is at m · dp + r.
+def assign_balanced_rows(costs: Sequence[int], *, dp: int, rows: int) -> list[list[list[int]]]:
+    """Assign full rows to ranks by cost, as packs are; return the rows of each rank by microbatch,
+    `rows` per microbatch.
 
-    In order, or by cost as for packs if `balanced`.
+    The last microbatch of a rank may have fewer rows, and the numbers of rows of two ranks differ
+    by at most one.
 
-    >>> assign_rows([9, 1, 8, 2], dp=2, rows=1, balanced=True)
-    [[0], [2], [1], [3]]
-
-    Raises:
-        PlanError: the rows do not divide over the ranks.
+    >>> assign_balanced_rows([9, 1, 8, 2, 5], dp=2, rows=2)
+    [[[0, 3], [1]], [[2, 4]]]
     """
-    if len(costs) % (dp * rows):
-        raise PlanError(
-            f"{len(costs)} rows do not divide over dp={dp} ranks and {rows} to a microbatch. Use a "
-            f"multiple of {dp * rows}."
-        )
-    if not balanced:
-        return [list(range(start, start + rows)) for start in range(0, len(costs), rows)]
-    assignment = _assign_packs([(number,) for number in range(len(costs))], list(costs), dp)
-    rows_by_rank = [[pack[0] for pack in assignment.rank_packs(rank)] for rank in range(dp)]
+    missing = -len(costs) % dp
+    packs: list[tuple[int, ...]] = [(number,) for number in range(len(costs))]
+    assignment = _assign_packs(packs + [()] * missing, [*costs, *[0] * missing], dp)
+    rows_by_rank = [
+        [number for pack in assignment.rank_packs(rank) for number in pack] for rank in range(dp)
+    ]
     return [
-        rows_by_rank[rank][start : start + rows]
-        for start in range(0, len(costs) // dp, rows)
-        for rank in range(dp)
+        [local[start : start + rows] for start in range(0, len(local), rows)]
+        for local in rows_by_rank
     ]
 
 
@@ -293,7 +288,8 @@ def count_microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, d
     documents of the maximum length."""
     size = largest_batch_size(train)
     if train.tokens_per_microbatch is None:
-        return size // (train.micro_batch_size * dp)
+        needed = -(-size // (train.micro_batch_size * dp))
+        return smallest_valid_num_microbatches(parallel.pipeline, parallel.pp, needed)
     length = train.seq_len + -train.seq_len % document_multiple(parallel)
     documents_per_pack = max(train.tokens_per_microbatch * parallel.cp // length, 1)
     packs = -(-size // documents_per_pack)
@@ -376,10 +372,140 @@ def _find_row_settings(data: DataConfig, defaults: DataConfig) -> Iterator[str]:
             )
 
 
-# Samples that each rank reads in a step: global batch = micro batch · dp · microbatches.
+# Samples that each rank reads in a step: global batch = micro batch · dp · microbatches, unless the
+# batch does not divide.
 #
 # In one microbatch, all data-parallel ranks read a *group* of micro_batch_size · dp samples, in the
 # order of ranks. In sequential order a step therefore reads the same samples under any layout.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchCounts:
+    """Numbers of microbatches that the ranks of a layout can run in a step."""
+
+    equal: bool = False
+    """All data-parallel ranks run the same number, because they take part in collectives within a
+    microbatch; ranks without samples run empty microbatches."""
+
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    pp: int = 1
+
+    def count(self, needed: int) -> int:
+        """Return the smallest number of microbatches from `needed` on, at least 1, that the
+        pipeline schedule accepts."""
+        return smallest_valid_num_microbatches(self.pipeline, self.pp, needed)
+
+
+ANY_COUNTS = MicrobatchCounts()
+"""Each rank runs the microbatches that it has samples for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleAssignment:
+    """Samples of a global batch by rank and microbatch, if the shares of the ranks may differ.
+
+    Microbatch m of rank r has the `micro_batch_size` samples from (m · num_ranks + r) ·
+    micro_batch_size on. The last microbatch of the batch may have fewer samples, and later ranks
+    may have one microbatch less. Which samples share a microbatch does not depend on `num_ranks`.
+    The ranks of several replica groups with dp ranks each are numbered group · dp + dp rank.
+
+    >>> assignment = SampleAssignment(num_samples=7, micro_batch_size=2, num_ranks=3)
+    >>> [assignment.list_microbatches(rank) for rank in range(3)]
+    [[range(0, 2), range(6, 7)], [range(2, 4)], [range(4, 6)]]
+    """
+
+    num_samples: int
+    micro_batch_size: int
+    num_ranks: int
+    counts: MicrobatchCounts = ANY_COUNTS
+
+    @property
+    def num_filled(self) -> int:
+        """Number of microbatches with samples, over all ranks."""
+        return -(-self.num_samples // self.micro_batch_size)
+
+    @property
+    def num_rounds(self) -> int:
+        """Largest number of microbatches with samples of one rank."""
+        return -(-self.num_filled // self.num_ranks)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have equally many full microbatches, and no empty ones."""
+        group = self.micro_batch_size * self.num_ranks
+        return (
+            self.num_samples % group == 0 and self.counts.count(self.num_rounds) == self.num_rounds
+        )
+
+    def count_microbatches(self, rank: int) -> int:
+        """Return the number of microbatches that a rank runs, with empty ones: at least 1."""
+        filled = max(0, -(-(self.num_filled - rank) // self.num_ranks))
+        return self.counts.count(self.num_rounds if self.counts.equal else filled)
+
+    def list_microbatches(self, rank: int) -> list[range]:
+        """Return the samples of each microbatch that a rank runs, counted from the start of the
+        batch; the ranges of empty microbatches are empty."""
+        starts = (
+            (number * self.num_ranks + rank) * self.micro_batch_size
+            for number in range(self.count_microbatches(rank))
+        )
+        ends = ((start, start + self.micro_batch_size) for start in starts)
+        return [
+            range(start, min(end, self.num_samples)) if start < self.num_samples else range(0)
+            for start, end in ends
+        ]
+
+    def describe_idle_ranks(self) -> str:
+        """Return what the unequal shares cost; empty if they are equal.
+
+        >>> SampleAssignment(num_samples=16, micro_batch_size=1, num_ranks=3).describe_idle_ranks()
+        '2 of 3 ranks idle for 1 of 6 microbatches'
+        """
+        total = self.counts.count(self.num_rounds)
+        idle, empty = -self.num_filled % self.num_ranks, total - self.num_rounds
+        partial = self.num_samples % self.micro_batch_size
+        texts = [
+            f"{idle} of {self.num_ranks} ranks idle for 1 of {total} microbatches" if idle else "",
+            f"{empty} of {total} microbatches are empty on all ranks" if empty else "",
+            f"the last microbatch has {partial} of {self.micro_batch_size} rows" if partial else "",
+        ]
+        return ", ".join(text for text in texts if text)
+
+
+def build_microbatch_counts(parallel: ParallelConfig, model: ModelConfig) -> MicrobatchCounts:
+    """Return the numbers of microbatches that a run's ranks can run.
+
+    They are equal on all data-parallel ranks if ranks exchange tokens or expert counts (MoE), or
+    gather weights or reduce gradients in each microbatch (ZeRO 2 and 3).
+    """
+    return MicrobatchCounts(
+        equal=model.moe is not None or parallel.zero >= 2,
+        pipeline=parallel.pipeline,
+        pp=parallel.pp,
+    )
+
+
+def assign_rows(run: TrainRun, num_samples: int, dp: int) -> SampleAssignment:
+    """Return how a run assigns the rows of a global batch to `dp` data-parallel ranks."""
+    return SampleAssignment(
+        num_samples=num_samples,
+        micro_batch_size=run.train.micro_batch_size,
+        num_ranks=dp,
+        counts=build_microbatch_counts(run.parallel, run.model),
+    )
+
+
+def describe_uneven_batches(run: TrainRun, dp: int) -> list[str]:
+    """Return one line for each batch size of a run that does not divide over `dp` ranks, with what
+    this costs."""
+    if run.train.tokens_per_microbatch is not None:
+        return []
+    idle = {
+        f"{setting}={size}": assign_rows(run, size, dp).describe_idle_ranks()
+        for setting, size in list_batch_sizes(run.train)
+    }
+    return [f"{size} with dp={dp}: {text}" for size, text in idle.items() if text]
+
 
 Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
 """(length, epoch) -> the numbers 0 to length - 1, shuffled; deterministic."""
@@ -443,8 +569,10 @@ def sample_ids(
     dp: int,
     dp_rank: int,
     total: int | None = None,
+    counts: MicrobatchCounts = ANY_COUNTS,
 ) -> list[list[int]]:
-    """Return the samples that one rank reads in the next step in sequential order, by microbatch.
+    """Return the samples that one rank reads in the next step in sequential order, by microbatch;
+    if the batch does not divide, the shares of the ranks differ (`SampleAssignment`).
 
     Microbatch m of rank r holds the `micro_batch_size` samples from consumed + (m · dp + r) ·
     micro_batch_size on, as in Megatron's default sampler. consumed: samples of all earlier steps;
@@ -452,11 +580,7 @@ def sample_ids(
 
     Raises:
         DataError: fewer samples are left than a step reads.
-        PlanError: see `num_microbatches`.
     """
-    count = num_microbatches(
-        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
-    )
     _check_rank(dp, dp_rank)
     if total is not None and consumed + global_batch_size > total:
         raise DataError(
@@ -464,8 +588,16 @@ def sample_ids(
             f"{global_batch_size}. "
             "Use more data, or set train.steps lower."
         )
-    starts = [consumed + (m * dp + dp_rank) * micro_batch_size for m in range(count)]
-    return [list(range(start, start + micro_batch_size)) for start in starts]
+    assignment = SampleAssignment(
+        num_samples=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        num_ranks=dp,
+        counts=counts,
+    )
+    return [
+        [consumed + number for number in samples]
+        for samples in assignment.list_microbatches(dp_rank)
+    ]
 
 
 def cyclic_sample_ids(

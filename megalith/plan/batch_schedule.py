@@ -83,6 +83,22 @@ class BatchSizeSchedule:
                 break
         return num_steps
 
+    def list_phases(self, num_steps: int) -> list[tuple[int, int, int]]:
+        """Return (consumed samples, size, number of steps) of each phase of a run of `num_steps`
+        steps that has any.
+
+        >>> BatchSizeSchedule(starts=(0, 8, 9), sizes=(4, 8, 12)).list_phases(5)
+        [(0, 4, 2), (8, 8, 1), (16, 12, 2)]
+        """
+        phases, position = [], 0
+        for end, size in self._remaining_phases(0):
+            needed = num_steps if end is None else max(0, -(-(end - position) // size))
+            steps = min(num_steps, needed)
+            phases += [(position, size, steps)] if steps else []
+            position += steps * size
+            num_steps -= steps
+        return phases
+
     def convert_to_steps(self, num_samples: int) -> float:
         """Return the length of `num_samples` samples in steps, with the fraction of the last step.
 

@@ -210,7 +210,8 @@ def _nearest_source(sources: Mapping[str, str], path: str) -> str:
 
 def _data_folders(data: DataConfig) -> list[Path]:
     """Return the folders of the token stores and conversations that exist."""
-    stores = (*data.path, *data.train_path, *data.valid_path, *data.test_path)
+    phases = (prefix for phase in data.phases for prefix in phase.path)
+    stores = (*data.path, *data.train_path, *data.valid_path, *data.test_path, *phases)
     files = [Path(f"{prefix}.idx") for prefix in stores] + [Path(path) for path in data.sft.path]
     return [file.parent for file in files if file.is_file()] + [
         file for file in files if file.is_dir()

@@ -316,6 +316,7 @@ def _has_weights(run: TrainRun) -> bool:
     """Return whether any data source is a blend with weights; True if it cannot be parsed, which
     another rule reports."""
     fields = {"path": run.data.path} | per_split_paths(run.data)
+    fields |= {f"phases[{n}].path": phase.path for n, phase in enumerate(run.data.phases)}
     try:
         return any(
             parse_blend(name, words).weights is not None for name, words in fields.items() if words

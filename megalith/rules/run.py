@@ -20,7 +20,7 @@ from megalith.config.plugins import plugin_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun, ema_problems, suite_problems
 from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems
-from megalith.plan.batch_assignment import batch_problems, budget_problems
+from megalith.plan.batch_assignment import assign_rows, batch_problems, budget_problems
 from megalith.plan.batch_schedule import (
     batch_schedule_problems,
     build_batch_schedule,
@@ -55,26 +55,47 @@ MOST_SAMPLES = 1 << 36
 rows."""
 
 
-def check_run(run: TrainRun, world: int) -> None:
-    """Check that a run can work on `world` ranks.
+def check_run(run: TrainRun, world: int, *, resumes: bool = False) -> None:
+    """Check that a run can work on `world` ranks; `resumes`: the run has a checkpoint.
 
     Raises:
         ConfigError: one line for each broken rule, with a value that works.
     """
-    raise_all(run_problems(run, world))
+    raise_all(run_problems(run, world, resumes=resumes))
 
 
-def run_problems(run: TrainRun, world: int) -> list[str]:
+def run_problems(run: TrainRun, world: int, *, resumes: bool = False) -> list[str]:
     """Return the messages of all broken rules; rules that divide by counts run only if the counts
     are positive."""
+    if run.train.uneven_batch is None and resumes:
+        run = replace(run, train=replace(run.train, uneven_batch="allow"))
     p, others = run.parallel, _other_problems(run, world)
     if count_problems(run):
         return others
     fits = partial(_fits, run, frozenset(others))
-    return (
+    problems = (
         dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, fits=fits)
         + others
     )
+    if resumes and problems and p.dp is None and not any("processes" in text for text in problems):
+        worlds = _find_nearest_worlds(run, world)
+        if worlds:
+            problems[-1] += f" Or use {' or '.join(map(str, worlds))} processes."
+    return problems
+
+
+MOST_TRIED_WORLDS = 8
+"""Numbers of ranks below and above that are tried (heuristic: 0.1 s each for large models)."""
+
+
+def _find_nearest_worlds(run: TrainRun, world: int) -> list[int]:
+    """Return the nearest numbers of ranks below and above `world` on which no rule is broken."""
+    unit = run.parallel.tp * run.parallel.cp * run.parallel.pp
+    first = world // unit * unit
+    below = range(first if first < world else first - unit, 0, -unit)[:MOST_TRIED_WORLDS]
+    above = range(first + unit, first + (1 + MOST_TRIED_WORLDS) * unit, unit)
+    nearest = (next((n for n in each if not run_problems(run, n)), 0) for each in (below, above))
+    return [size for size in nearest if size]
 
 
 def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], world: int) -> bool:
@@ -104,13 +125,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             if not packed:
-                for setting, size in list_batch_sizes(t):
-                    problems += batch_problems(
-                        global_batch_size=size,
-                        micro_batch_size=t.micro_batch_size,
-                        dp=dp,
-                        setting=setting,
-                    )
+                problems += uneven_batch_problems(run, dp)
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += fully_sharded_problems(p, run.offload) + _relation_problems(run)
         problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(
@@ -157,6 +172,29 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     )
 
 
+def uneven_batch_problems(run: TrainRun, dp: int) -> list[str]:
+    """Return the messages of global batch sizes that do not divide over `dp` ranks, unless
+    train.uneven_batch allows them."""
+    t, is_ordered = run.train, run.data.sampler == "sequential"
+    problems = []
+    for setting, size in list_batch_sizes(t):
+        texts = batch_problems(
+            global_batch_size=size, micro_batch_size=t.micro_batch_size, dp=dp, setting=setting
+        )
+        if not texts or (t.uneven_batch == "allow" and is_ordered):
+            continue
+        if is_ordered:
+            idle = assign_rows(run, size, dp).describe_idle_ranks()
+            texts.append(f"Or set train.uneven_batch=allow, which costs: {idle}.")
+        elif t.uneven_batch == "allow":
+            texts.append(
+                f"train.uneven_batch=allow needs data.sampler=sequential: {run.data.sampler} "
+                "shuffles whole groups of train.micro_batch_size · dp samples."
+            )
+        problems.append(" ".join(texts))
+    return problems
+
+
 def skip_problems(run: TrainRun) -> list[str]:
     """Return the messages of train.skip_steps: each is a step of the run, and not all are."""
     steps, skipped = run.train.steps, set(run.train.skip_steps)
@@ -196,7 +234,8 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
     problems = stages_problems(
         p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
     )
-    if t.tokens_per_microbatch is not None:  # the number of packs is adapted to the schedule
+    if t.tokens_per_microbatch is not None or t.uneven_batch == "allow":
+        # empty microbatches are added until their number fits the schedule
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
         return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
     rows = t.micro_batch_size * dp
@@ -564,6 +603,18 @@ def check_num_samples(run: TrainRun, world: int) -> str | None:
     )
 
 
+def check_lr_scaling_has_schedule(run: TrainRun, world: int) -> str | None:
+    """Scaling of the learning rate with the batch size needs a batch size that changes."""
+    scaling = run.schedule.scale_lr_with_batch_size
+    if scaling == "none" or run.train.batch_size_schedule:
+        return None
+    return (
+        f"schedule.scale_lr_with_batch_size={scaling} has no effect without "
+        "train.batch_size_schedule: all steps have the same batch size. Set it to none, or set "
+        "train.batch_size_schedule."
+    )
+
+
 def check_routing_trace_has_experts(run: TrainRun, world: int) -> str | None:
     """A routing trace needs a model with routers."""
     if run.observe.routing_trace <= 0 or run.model.moe is not None:
@@ -661,6 +712,7 @@ RULES: tuple[Rule, ...] = (
     check_best_metric,
     check_weight_decay,
     check_num_samples,
+    check_lr_scaling_has_schedule,
     check_sft_tokenizer,
     check_routing_trace_has_experts,
     check_routing_captures_have_trace,

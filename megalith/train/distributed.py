@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from megalith.config.train import TrainRun
+from megalith.config.train import TrainRun, is_started
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.launch.heartbeat import RankHeartbeat, noting_waits
@@ -80,7 +80,7 @@ def join_job(
         RankError: not all ranks joined in time.
     """
     worker = Worker.from_environment(environment)
-    check_run(run, worker.world)
+    check_run(run, worker.world, resumes=folder is not None and is_started(folder))
     set_threads(worker, run.train.threads)
     if worker.device.type == "cpu":
         keep_freed_memory()

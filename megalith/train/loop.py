@@ -12,15 +12,22 @@ from megalith import storage
 from megalith.checkpoint.commit import remove_leftovers
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport
-from megalith.config.train import TrainRun
+from megalith.config.train import TrainRun, load_run
 from megalith.data.loader import Loader
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
-from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
+from megalith.optim.schedule import (
+    batch_size_factor,
+    group_rates,
+    learning_rate,
+    schedule_lengths,
+    weight_decay,
+)
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_assignment import describe_uneven_batches
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import (
@@ -66,12 +73,13 @@ from megalith.train.resume import PreparedRun
 from megalith.train.rollback import roll_back
 from megalith.train.run_folder import (
     RunFolder,
+    describe_resize,
     list_changed_settings,
     record_skipped_samples,
     remove_new_folder_on_error,
 )
 from megalith.train.starts import StartLog
-from megalith.train.step import StepRequest, train_step
+from megalith.train.step import StepRequest, reduce_requests, train_step
 
 
 def run_training(
@@ -124,6 +132,8 @@ def run_training(
         if first:
             for line in list_changed_settings(folder, run):
                 progress.print_line(f"changed since the run was started: {line}")
+            for line in describe_uneven_batches(run, mesh.dp.size):
+                progress.print_line(line)
         _open_checkpoints(folder.checkpoints, mesh)
         try:
             prepared = PreparedRun(
@@ -134,6 +144,10 @@ def run_training(
                 at = "while its weights and optimizer state were allocated or loaded"
                 raise out_of_memory_error(run, mesh, device, error, at=at) from error
             raise
+        if first and folder.config.exists():
+            sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
+            for line in describe_resize(load_run(folder.config), run, **sizes):
+                progress.print_line(line)
         stop_requests = StopRequests(job_end_time, starts.job_started)
         outcome = TrainLoop(prepared, progress, lock, callbacks, stop_requests).run()
         if first:
@@ -281,7 +295,12 @@ class TrainLoop:
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
             if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
+                requests = self._combine_requests()
                 loader = self._skip_step(loader)
+                self.callbacks.notify("after_skipped_step", state.step, requests)
+                if self._execute(requests):
+                    outcome = Outcome("stopped", state.step, self._stop_reason())
+                    break
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
@@ -299,16 +318,9 @@ class TrainLoop:
             metrics = self.callbacks.after_step(finished)
             if self.view.is_logged(finished.step):
                 self._log(metrics)
-            requests = finished.result.requests
-            if StepRequest.PROFILE in requests:
-                self.profiler.open_window()
-            self._evaluate(is_requested=StepRequest.EVALUATE in requests)
-            if StepRequest.STOP in requests and state.step < num_steps:
+            if self._execute(finished.result.requests):
                 outcome = Outcome("stopped", state.step, self._stop_reason())
                 break
-            if StepRequest.SAVE in requests:
-                self._save()
-            self._save_local()
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
@@ -319,6 +331,28 @@ class TrainLoop:
             return outcome
         why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
         return replace(outcome, saved=False, reason=why)
+
+    def _combine_requests(self) -> StepRequest:
+        """Return what is executed after the next step, which is skipped. Collective."""
+        prepared = self.prepared
+        requests = self.callbacks.before_skipped_step(prepared.state.step + 1)
+        return reduce_requests(requests, prepared.mesh, prepared.trainer.device)
+
+    def _execute(self, requests: StepRequest) -> bool:
+        """Execute the requests of all ranks, and what is due, after a step; return whether the run
+        stops."""
+        if StepRequest.PROFILE in requests:
+            self.profiler.open_window()
+        self._evaluate(is_requested=StepRequest.EVALUATE in requests)
+        if (
+            StepRequest.STOP in requests
+            and self.prepared.state.step < self.prepared.run.train.steps
+        ):
+            return True
+        if StepRequest.SAVE in requests:
+            self._save()
+        self._save_local()
+        return False
 
     def _exit_for_other_machines(self, reason: str) -> Outcome:
         """Save the state before the discarded step, if it is valid, and return that the run must
@@ -338,8 +372,12 @@ class TrainLoop:
         """Run the next step and update the counters."""
         run, state = self.prepared.run, self.prepared.state
         rates = state.scheduled_samples, self.lengths
-        lr = learning_rate(run.schedule, *rates)
-        groups = group_rates(run.optim.groups, run.schedule, *rates)
+        num_samples = self.batch_schedule.get_batch_size(state.read_samples)
+        factor = batch_size_factor(
+            run.schedule, size=num_samples, full_size=run.train.global_batch_size
+        )
+        lr = learning_rate(run.schedule, *rates) * factor
+        groups = group_rates(run.optim.groups, run.schedule, *rates, factor=factor)
         started = time.perf_counter()
         with self.timers.section("data"):
             read_batches = loader.next()
@@ -353,7 +391,6 @@ class TrainLoop:
             groups=groups,
         )
         seconds = time.perf_counter() - started
-        num_samples = self.batch_schedule.get_batch_size(state.read_samples)
         if not result.is_discarded:
             state.count_step(samples=num_samples, tokens=batches.num_tokens, updated=result.updated)
         return FinishedStep(state.step, batches, lr, groups, result, seconds, num_samples)

@@ -216,9 +216,12 @@ class LossNormalizer:
 
     def aux_loss_scale(self, microbatch: int, num_microbatches: int, part: float) -> AuxLossScale:
         """Return the scale of the routers' aux losses, which are means over the microbatches of the
-        global batch; `part`: tokens of the microbatch divided by their mean."""
-        weight = self.scale / self.totals["microbatches"]
-        return AuxLossScale(microbatch, num_microbatches, weight * part, part)
+        global batch; `part`: tokens of the microbatch divided by their mean. `num_microbatches`: of
+        this rank."""
+        total = self.totals["microbatches"]
+        # Recorded losses are averaged over the microbatches that all ranks run, with empty ones.
+        share = part * (num_microbatches * self.mesh.dp.size / total)
+        return AuxLossScale(microbatch, num_microbatches, self.scale / total * part, share)
 
     def mean_losses(self, sums: Sequence[float]) -> dict[str, float]:
         """Return the losses of the global batch by name, from their sums over all ranks."""
@@ -236,7 +239,7 @@ def build_loss_normalizer(
     Raises:
         ConfigError: a loss is divided by a count that the batches do not have.
     """
-    num_microbatches = len(batches.microbatches) * mesh.dp.size
+    num_microbatches = batches.num_microbatches or len(batches.microbatches) * mesh.dp.size
     totals = {**batches.totals(), "microbatches": num_microbatches}
     for name, term in objective.losses.items():
         if term.count not in totals:

@@ -25,6 +25,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import BatchSettings, Loader, MaskSettings, build_mask_settings
+from megalith.data.phases import select_read_phases
 from megalith.data.sample import SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import (
@@ -54,7 +55,7 @@ from megalith.hf.pretrained import (
 )
 from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.machine import peak_memory_gib
-from megalith.optim.schedule import learning_rate, schedule_lengths
+from megalith.optim.schedule import batch_size_factor, learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
@@ -174,7 +175,11 @@ def describe_checkpoint_source(
     lengths = schedule_lengths(
         run.schedule, batch_schedule=batch_schedule, total_steps=run.train.steps
     )
-    rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
+    rate = learning_rate(run.schedule, state.scheduled_samples, lengths) * batch_size_factor(
+        run.schedule,
+        size=batch_schedule.get_batch_size(state.read_samples),
+        full_size=run.train.global_batch_size,
+    )
     optimizer = "with a new optimizer state" if fresh else "with its optimizer state"
     last = state.scheduled_samples + batch_schedule.count_samples(
         run.train.steps - state.step, consumed=state.read_samples
@@ -307,6 +312,8 @@ class PreparedRun:
             if saved is None
             else None
         )
+        self.saved_world = saved.manifest.world_size if saved is not None else mesh.world.size
+        """Number of ranks that have saved the checkpoint from which the run resumes."""
         start = saved or self.checkpoint_source
         self.state = self._read_train_state(start)
         if self.checkpoint_source is not None:
@@ -784,12 +791,16 @@ def may_keep_initial_weights(run: TrainRun) -> bool:
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:
-    """Check that the data and its order are those of the checkpoint.
+    """Check that the data and its order are those of the checkpoint, up to its position in the
+    data: later data phases may have changed.
 
     Raises:
         CheckpointError: the fingerprints differ.
     """
-    if saved.state["data"] != fingerprint:
+    consumed = int(saved.state["train"]["consumed_samples"])
+    if select_read_phases(saved.state["data"], consumed) != select_read_phases(
+        fingerprint, consumed
+    ):
         raise CheckpointError(
             f"{saved.path} was trained on other data or in another order:\n"
             f"  then: {saved.state['data']}\n"

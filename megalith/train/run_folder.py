@@ -17,13 +17,14 @@ from megalith.config.data import (
     TokenizerConfig,
     find_merges_file,
 )
-from megalith.config.train import CONFIG_FILE, TrainRun, load_run
+from megalith.config.train import CONFIG_FILE, TrainRun, load_run, run_path
 from megalith.config.tree import differences, dump_yaml
 from megalith.data.chat_template import TEMPLATE_FILE
 from megalith.data.tokenizer import main_file
 from megalith.data.tokenizer_formats import MODEL
 from megalith.errors import ConfigError, DataError
 from megalith.hf.folder import TOKENIZER_FILES, list_auxiliary_files
+from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.param_groups import parameter_rows
 from megalith.storage import StoragePath
@@ -51,6 +52,7 @@ FREE_DATA = (
     "data.mmap",
     "data.num_train_samples",
     "data.path",
+    "data.phases",
     "data.train_path",
     "data.valid_path",
     "data.test_path",
@@ -60,7 +62,8 @@ FREE_DATA = (
     "tokenizer.path",
     "lora.load",
 )
-"""Exceptions: these files may move; a fingerprint of their contents is checked instead."""
+"""Exceptions: these files may move, and data phases that have not begun may change; a fingerprint
+of the contents that were read is checked instead."""
 
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"
@@ -145,10 +148,7 @@ class RunFolder:
 def run_folder(run: TrainRun, name: str | None) -> RunFolder:
     """Return runs/NAME, or the path `name` if it contains a slash before its end or starts with a
     dot."""
-    plain = (name or run.name).rstrip("/")  # shell completion appends a slash
-    if name and (not plain or "/" in plain or plain.startswith(".")):
-        return RunFolder(Path(name))
-    return RunFolder(Path("runs") / plain)
+    return RunFolder(run_path(run, name))
 
 
 def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
@@ -181,6 +181,49 @@ def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
             "Use the settings it was started with, or choose another folder with --run NAME."
         )
     return list(lines.values())
+
+
+def describe_resize(before: TrainRun, run: TrainRun, *, world_before: int, world: int) -> list[str]:
+    """Return a table of what differs between two numbers of ranks of a run: rows of name, value
+    before and value now; none if the numbers are equal.
+
+    >>> from megalith.recipes import resolve
+    >>> for line in describe_resize(*[resolve("tiny_cpu")] * 2, world_before=1, world=2):
+    ...     print(line)
+    number of ranks: 2 instead of 1; batch size, order of the samples and schedules are the same
+                              before    now
+      ranks                        1      2
+      dp                           1      2
+      microbatches per rank        2      1
+    """
+    if world_before == world:
+        return []
+    columns = [_list_sizes(each, n) for each, n in ((before, world_before), (run, world))]
+    rows = [
+        f"  {name:<22}{columns[0][name]:>8}{columns[1][name]:>7}"
+        for name in columns[0]
+        if columns[0][name] != columns[1][name]
+    ]
+    return [
+        f"number of ranks: {world} instead of {world_before}; batch size, order of the samples and "
+        "schedules are the same",
+        f"{'':24}{'before':>8}{'now':>7}",
+        *rows,
+    ]
+
+
+def _list_sizes(run: TrainRun, world: int) -> dict[str, int]:
+    """Return the sizes of a run's layout that may depend on the number of ranks, by name."""
+    p = run.parallel
+    dp = p.dp or max(world // (p.tp * p.cp * p.pp), 1)
+    return {
+        "ranks": world,
+        **{axis: getattr(p, axis) for axis in ("tp", "cp", "pp")},
+        "dp": dp,
+        "ep": p.ep,
+        "zero": p.zero,
+        "microbatches per rank": count_microbatches_of_longest(run.train, p, dp),
+    }
 
 
 def _keeps_read_batches(folder: RunFolder, before: TrainRun, run: TrainRun) -> bool:

@@ -141,7 +141,7 @@ class StepRequest(enum.Flag):
 RERUNS = StepRequest.RERUN | StepRequest.RERUN_SHIFTED
 """Requests to repeat the step."""
 
-_AFTER_STEP = StepRequest.PROFILE | StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP
+AFTER_STEP = StepRequest.PROFILE | StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP
 """Requests that do not change the step itself."""
 
 
@@ -489,7 +489,7 @@ def _decide(
     if StepRequest.STOP in requests:
         executed = executed | StepRequest.STOP if executed & RERUNS else resolve_requests(requests)
     names = ""
-    if requests & ~_AFTER_STEP:
+    if requests & ~AFTER_STEP:
         names = hooks.log_requests(requests, executed)
     if executed & RERUNS and backward.stats.num_reruns == MAX_RERUNS:
         raise CallbackError(
@@ -524,6 +524,14 @@ def reduce_step_stats(
     counts = [*(float(kind in requests) for kind in StepRequest), *map(float, save_counts)]
     local_counts = losses.new_tensor(counts)
     return all_reduce_(torch.cat([gradient_stats, local_losses, local_counts]), mesh.world)
+
+
+def reduce_requests(requests: StepRequest, mesh: Mesh, device: torch.device) -> StepRequest:
+    """Return the requests of all ranks that are executed, in a step that sends no other message.
+    Collective over the mesh."""
+    counts = [float(kind in requests) for kind in StepRequest]
+    message = torch.tensor(counts, dtype=torch.float64, device=device)
+    return resolve_requests(_read_requests(all_reduce_(message, mesh.world).tolist()))
 
 
 def _read_requests(counts: Sequence[float]) -> StepRequest:

@@ -489,7 +489,8 @@ class Layout:
     model: ModelConfig
     parallel: ParallelConfig
     rows: int | None = None
-    """Rows per microbatch, of 12 per step; None: `choose_micro_batch_size`."""
+    """Rows per microbatch, of 12 per step, which they need not divide; None:
+    `choose_micro_batch_size`."""
 
     seq_len: int = 12
     budget: int | None = None
@@ -552,6 +553,7 @@ class Layout:
                 loss_backward="recomputed" if self.recomputed_loss else "kept",
                 loss_chunk=7 if self.recomputed_loss else None,
                 tokens_per_microbatch=self.budget,
+                uneven_batch="allow" if self.rows and 12 % self.rows else None,
                 ema=self.ema,
             ),
         )

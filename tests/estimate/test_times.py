@@ -2,11 +2,12 @@
 
 import pytest
 
-from megalith.config.tree import apply_overrides
+from megalith.config.tree import Override, apply_overrides
 from megalith.estimate.times import (
     CommunicationTime,
     attention_share,
     communication_time,
+    estimate_phases,
     rank_flops,
     repeated_share,
     step_traffic,
@@ -15,6 +16,7 @@ from megalith.estimate.times import (
 from megalith.estimate.workload import plan_workload
 from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
 from megalith.recipes import resolve
+from megalith.testing.tiny import tiny_run
 
 H100 = DEVICES["h100"]
 
@@ -100,3 +102,31 @@ def test_share_of_attention_grows_with_row_length() -> None:
         for length in ("1024", "8192")
     )
     assert 0 < attention_share(short) < attention_share(long) < 0.2
+
+
+def test_phases_of_a_batch_schedule_have_their_microbatches_and_the_work_of_the_busiest_rank() -> (
+    None
+):
+    settings: dict[str, Override] = {
+        "train.batch_size_schedule": "[{size: 6}, {samples: 12, size: 7}, {samples: 26, size: 18}]",
+        "train.global_batch_size": "18",
+        "train.micro_batch_size": "1",
+        "train.uneven_batch": "allow",
+        "train.steps": "6",
+    }
+    workload = plan_workload(tiny_run(settings), 3)
+    phases = estimate_phases(workload, H100)
+    assert [(phase.start, phase.size, phase.num_steps) for phase in phases] == [
+        (0, 6, 2),
+        (12, 7, 2),
+        (26, 18, 2),
+    ]
+    assert [phase.num_microbatches for phase in phases] == [2, 3, 6]
+    assert [phase.idle_ranks for phase in phases] == [
+        "",
+        "2 of 3 ranks idle for 1 of 3 microbatches",
+        "",
+    ]
+    work = [phase.work_seconds or 0.0 for phase in phases]
+    assert work[2] == pytest.approx(work_seconds(workload, H100))
+    assert [each / work[2] for each in work] == pytest.approx([2 / 6, 3 / 6, 1.0])

@@ -1,7 +1,9 @@
 """Tests of load-balanced batching: every document once, packs within the limit, ranks equal."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from megalith.errors import PlanError
 from megalith.plan.batch_assignment import (
     BatchAssignment,
     DocumentCost,
+    MicrobatchCounts,
+    SampleAssignment,
     TokenBudget,
-    assign_rows,
+    assign_balanced_rows,
     budget_problems,
     build_token_budget,
     count_microbatches_of_longest,
@@ -25,6 +29,7 @@ from megalith.plan.batch_assignment import (
 )
 from megalith.plan.costs import step_flops
 from megalith.plan.layers.base import num_attended_pairs
+from megalith.plan.schedule import schedule_problems
 from tests.cases import loop_over
 
 MODEL = ModelConfig(
@@ -150,25 +155,63 @@ def test_padding_is_split_so_that_it_costs_little() -> None:
 
 
 @loop_over("seed", range(10))
-def test_rows_are_assigned_in_order_or_balanced_over_ranks(seed: int) -> None:
+def test_rows_are_balanced_over_ranks(seed: int) -> None:
     costs = lengths_of(seed, 24, 500)
-    assert assign_rows(costs, dp=2, rows=3, balanced=False) == [
-        list(range(at, at + 3)) for at in range(0, 24, 3)
-    ]
-    assigned = assign_rows(costs, dp=2, rows=3, balanced=True)
-    assert sorted(row for rows in assigned for row in rows) == list(range(24)) and {
-        len(rows) for rows in assigned
-    } == {3}
-    totals = [sum(costs[row] for rows in assigned[rank::2] for row in rows) for rank in range(2)]
+    assigned = assign_balanced_rows(costs, dp=2, rows=3)
+    assert sorted(row for rank in assigned for rows in rank for row in rows) == list(range(24))
+    assert {len(rows) for rank in assigned for rows in rank} == {3}
+    totals = [sum(costs[row] for rows in rank for row in rows) for rank in assigned]
     ordered = sorted(costs, reverse=True)
     assert abs(totals[0] - totals[1]) <= max(
         a - b for a, b in zip(ordered[::2], ordered[1::2], strict=True)
     )
-    with pytest.raises(
-        PlanError,
-        match="24 rows do not divide over dp=5 ranks and 1 to a microbatch. Use a multiple of 5",
-    ):
-        assign_rows(costs, dp=5, rows=1, balanced=True)
+
+
+@loop_over("seed", range(10))
+def test_rows_that_do_not_divide_are_balanced_with_unequal_shares(seed: int) -> None:
+    rng = random.Random(seed)
+    count, dp, rows = rng.randint(1, 30), rng.randint(1, 7), rng.randint(1, 4)
+    assigned = assign_balanced_rows(lengths_of(seed, count, 500), dp=dp, rows=rows)
+    assert sorted(row for rank in assigned for part in rank for row in part) == list(range(count))
+    shares = [sum(map(len, rank)) for rank in assigned]
+    assert len(shares) == dp and max(shares) - min(shares) <= 1
+    assert all(len(part) == rows for rank in assigned for part in rank[:-1])
+
+
+@loop_over("seed", range(40))
+def test_every_sample_is_assigned_once_and_in_the_same_microbatch_under_any_dp(seed: int) -> None:
+    rng = random.Random(seed)
+    count, rows, dp = rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 9)
+    pipeline = rng.choice([PipelineConfig(), PipelineConfig(vpp=2)])
+    counts = MicrobatchCounts(equal=rng.random() < 0.5, pipeline=pipeline, pp=3)
+    assignment = SampleAssignment(
+        num_samples=count, micro_batch_size=rows, num_ranks=dp, counts=counts
+    )
+    local = [assignment.list_microbatches(rank) for rank in range(dp)]
+    parts = sorted(tuple(part) for rank in local for part in rank if part)
+    one_rank = SampleAssignment(num_samples=count, micro_batch_size=rows, num_ranks=1)
+    assert parts == [tuple(part) for part in one_rank.list_microbatches(0)]
+    assert sum(parts, ()) == tuple(range(count)) and len(parts) == assignment.num_filled
+    numbers = [len(rank) for rank in local]
+    assert numbers == [assignment.count_microbatches(rank) for rank in range(dp)]
+    assert min(numbers) >= 1 and (max(numbers) == min(numbers) or not counts.equal)
+    for number in numbers:
+        assert not schedule_problems(pipeline, pp=3, num_microbatches=number)
+    assert assignment.is_even == (assignment.describe_idle_ranks() == "")
+
+
+def test_cost_of_unequal_shares_is_described() -> None:
+    def describe(num_samples: int, **settings: Any) -> str:
+        return SampleAssignment(num_samples=num_samples, **settings).describe_idle_ranks()
+
+    assert describe(12, micro_batch_size=2, num_ranks=3) == ""
+    assert describe(7, micro_batch_size=2, num_ranks=3) == (
+        "2 of 3 ranks idle for 1 of 2 microbatches, the last microbatch has 1 of 2 rows"
+    )
+    interleaved = MicrobatchCounts(equal=True, pipeline=PipelineConfig(vpp=2), pp=4)
+    assert describe(6, micro_batch_size=1, num_ranks=3, counts=interleaved) == (
+        "2 of 4 microbatches are empty on all ranks"
+    )
 
 
 def test_token_budget_is_that_of_the_run() -> None:

@@ -2,16 +2,24 @@
 changes; wrong sizes are rejected."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megalith.config.train import TrainRun
 from megalith.config.tree import Override
 from megalith.errors import ConfigError
+from megalith.parallel.mesh import build_mesh
+from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, assert_close
-from tests.train.test_loop import checkpoints, hashes, rows, stored, train, train_as_rank
+from megalith.train.callbacks.base import Callback, RunView
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+from megalith.train.step import StepRequest
+from tests.train.test_loop import CPU, checkpoints, hashes, rows, stored, train, train_as_rank
 
 RAMP = "[{size: 6}, {samples: 12, size: 12}, {samples: 36, size: 18}]"
 SIZES = [6, 6, 12, 12, 18, 18]
@@ -67,6 +75,25 @@ def test_ramp_up_on_several_ranks_equals_one_process(
                 assert row[name] == pytest.approx(expected[name], rel=1e-9), row["step"]
 
 
+@pytest.mark.parametrize(("scaling", "power"), [("sqrt", 0.5), ("linear", 1.0)])
+def test_learning_rate_scales_with_the_batch_size(
+    tmp_path: Path, scaling: str, power: float
+) -> None:
+    settings: dict[str, Override] = {
+        "schedule.style": "constant",
+        "schedule.warmup_steps": "0",
+        "schedule.scale_lr_with_batch_size": scaling,
+        "optim.groups": "[{name: norms, match: ['*norm*'], lr: 1e-3}]",
+        "train.eval_steps": "0",
+        "train.steps": "5",
+    }
+    train(tmp_path, SCHEDULED | settings)
+    logged = rows(tmp_path)
+    factors = [(size / 18) ** power for size in SIZES[:5]]
+    assert [row["lr"] for row in logged] == pytest.approx([1e-2 * each for each in factors])
+    assert [row["lr_norms"] for row in logged] == pytest.approx([1e-3 * each for each in factors])
+
+
 def test_run_resumes_bitwise_in_the_middle_of_a_ramp(tmp_path: Path, reference: Path) -> None:
     schedule = {"schedule.decay_steps": "6"}
     train(tmp_path, SCHEDULED | schedule | {"train.steps": "3"})
@@ -103,6 +130,54 @@ def test_skipped_steps_read_their_samples_and_do_not_train(tmp_path: Path) -> No
     assert [row["tokens"] for row in logged] == [12 * 12, 4 * 12 * 12]
 
 
+def test_saves_and_evaluations_that_are_due_after_a_skipped_step_are_executed(
+    tmp_path: Path,
+) -> None:
+    settings = {"checkpoint.every": "2", "checkpoint.keep": "9", "train.eval_every": "2"}
+    train(tmp_path, settings | {"train.skip_steps": "[2, 3, 6]", "train.steps": "6"})
+    assert checkpoints(tmp_path) == [2, 4, 6]
+    assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row] == [2, 4, 6]
+    train(tmp_path / "change", SCHEDULED | settings | {"train.skip_steps": "[2]"})
+    # The samples of step 2 do not count in the schedule, which changes after steps 3 and 5.
+    assert checkpoints(tmp_path / "change") == [2, 3, 4, 5, 6]
+
+
+class RequestInSkippedStep(Callback):
+    """Requests an action on rank 1 in skipped step 2, and records what all ranks execute."""
+
+    def __init__(self, rank: int, requests: StepRequest) -> None:
+        self.rank, self.requests = rank, requests
+        self.executed: list[tuple[int, StepRequest]] = []
+
+    def on_start(self, run: RunView) -> None:
+        if self.rank == 1:
+            run.request(StepRequest.SKIP)  # for step 3, the first one that is not skipped
+
+    def before_skipped_step(self, step: int) -> StepRequest:
+        return self.requests if self.rank == 1 and step == 2 else StepRequest.NONE
+
+    def after_skipped_step(self, step: int, requests: StepRequest) -> None:
+        self.executed.append((step, requests))
+
+
+def train_with_requests(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Any, ...]:
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    callback = RequestInSkippedStep(rank, StepRequest.STOP | StepRequest.EVALUATE)
+    outcome = run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=[callback])
+    resumed = run_training(run, RunFolder(path), mesh, CPU, show=False)
+    return outcome.kind, outcome.step, callback.executed, resumed.kind
+
+
+def test_request_of_one_rank_in_a_skipped_step_is_executed_on_all_ranks(tmp_path: Path) -> None:
+    settings = {"train.skip_steps": "[1, 2]", "train.steps": "4", "checkpoint.every": "0"}
+    run = tiny_run(settings | {"train.eval_every": "0"})
+    expected = [(1, StepRequest.NONE), (2, StepRequest.STOP | StepRequest.EVALUATE)]
+    for result in run_ranks(train_with_requests, 2, run, tmp_path):
+        assert result == ("stopped", 2, expected, "done")
+    assert checkpoints(tmp_path) == [2, 4]
+    assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row] == [2, 4]
+
+
 @pytest.mark.parametrize(
     ("settings", "messages"),
     [
@@ -113,6 +188,13 @@ def test_skipped_steps_read_their_samples_and_do_not_train(tmp_path: Path) -> No
         (
             {"train.batch_size_schedule": "[{size: 5}, {samples: 10, size: 7}]"},
             ("[0].size=5 is not", "[1].size=7 is not", "Set train.global_batch_size=7."),
+        ),
+        (
+            {
+                "train.batch_size_schedule": "[]",
+                "schedule.scale_lr_with_batch_size": "sqrt",
+            },
+            ("schedule.scale_lr_with_batch_size=sqrt has no effect without",),
         ),
         (
             {"train.skip_steps": "[0, 7]"},

@@ -45,7 +45,15 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.rollback import RollbackPlan, combine_plans
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import RERUNS, SaveCounts, StepHooks, StepRequest, StepResult, StepStats
+from megalith.train.step import (
+    AFTER_STEP,
+    RERUNS,
+    SaveCounts,
+    StepHooks,
+    StepRequest,
+    StepResult,
+    StepStats,
+)
 from megalith.train.suites import SuiteResults
 
 _log = logging.getLogger(__name__)
@@ -192,6 +200,13 @@ class Callback:
     def before_step(self, step: int, batches: StepBatches) -> StepBatches | None:
         """Receive the batches of step `step`; return batches with recorders attached, or None."""
 
+    def before_skipped_step(self, step: int) -> StepRequest | None:
+        """Called instead of all other hooks of step `step` if its samples are read without training
+        on them (train.skip_steps); may request what is executed after a step."""
+
+    def after_skipped_step(self, step: int, requests: StepRequest) -> None:
+        """Receive the requests of all ranks that are executed after skipped step `step`."""
+
     def after_microbatch(self, index: int) -> None:
         """Called when backward of microbatch `index` has been issued on this rank; it must not
         wait for the device."""
@@ -316,6 +331,16 @@ class CallbackList(StepHooks):
             changed = self._call(name, "before_step", step, batches)
             batches = batches if changed is None else changed
         return batches
+
+    def before_skipped_step(self, step: int) -> StepRequest:
+        """Return the requests of this rank that are executed after a skipped step; others wait for
+        the next step."""
+        self._step = step
+        self.notify("before_skipped_step", step)
+        requests = _combine(self._requests) & AFTER_STEP
+        waiting = ((kinds & ~AFTER_STEP, name) for kinds, name in self._requests)
+        self._requests = [(kinds, name) for kinds, name in waiting if kinds]
+        return requests
 
     def after_microbatch(self, index: int) -> None:
         """Call the callbacks after backward of a microbatch."""

@@ -301,19 +301,28 @@ class Checkpointer(Callback):
             self._best.remove_after(step)
 
     def before_step(self, step: int, batches: StepBatches) -> None:
-        """Request a save after this step, if it is due or was delayed, or if the batch size
-        changes after it."""
+        """Request a save after this step, if it is due or was delayed, or if the batch size or the
+        data phase changes after it."""
+        self.before_skipped_step(step)
+
+    def before_skipped_step(self, step: int) -> None:
+        """Request a save after this step, as after any other."""
         every = self._run.config.checkpoint.every
-        is_due = every > 0 and (step % every == 0 or self._changes_batch_size())
+        is_due = every > 0 and (step % every == 0 or self._changes_batches())
         if is_due or self._is_delayed:
             self._run.request(StepRequest.SAVE)
 
-    def _changes_batch_size(self) -> bool:
-        """Return whether the step after the current one has another batch size."""
+    def _changes_batches(self) -> bool:
+        """Return whether the step after the current one has another batch size, or is the first
+        that reads a data phase."""
         schedule = build_batch_schedule(self._run.config.train)
-        position = self._run.prepared.state.read_samples
-        size = schedule.get_batch_size(position)
-        return schedule.get_batch_size(position + size) != size
+        state = self._run.prepared.state
+        size = schedule.get_batch_size(state.read_samples)
+        next_size = schedule.get_batch_size(state.read_samples + size)
+        consumed = state.consumed_samples
+        next_samples = range(consumed + size, consumed + size + next_size)
+        phases = self._run.config.data.phases
+        return next_size != size or any(phase.samples in next_samples for phase in phases)
 
     def save(
         self,

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from megalith.checkpoint.save import SaveReport
-from megalith.config.model import ModelConfig, list_attention_warnings
-from megalith.data.loader import StepBatches
+from megalith.config.model import list_attention_warnings
 from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_savings
 from megalith.estimate.times import repeated_flops
@@ -25,7 +24,6 @@ from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, tflops_per_device
 from megalith.plan.frozen import trained_step_flops
 from megalith.plan.kernels import describe_kernels
-from megalith.plan.layers.base import num_attended_pairs
 from megalith.plan.stages import plan_stages
 from megalith.rules.moe import balance_notes
 from megalith.rules.no_effect import unused_notes
@@ -88,7 +86,7 @@ class Throughput(Callback):
         config, batches = self._run.config, finished.batches
         # Only tokens that were read count as useful work, not padding of documents, of
         # context-parallel slices or of conversations.
-        squared_lengths, windowed = _attention_pairs(config.model, batches, self._run.mesh.dp.size)
+        squared_lengths, windowed = batches.squared_lengths, batches.num_window_pairs
         self.flops += trained_step_flops(
             config.model,
             config.lora,
@@ -146,25 +144,6 @@ class Throughput(Callback):
         if run.prepared.trainer.loss_scale is not None:
             metrics["loss_scale"] = run.prepared.trainer.loss_scale.scale
         return metrics | dict(result.other_losses)
-
-
-def _attention_pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int | None]:
-    """Return the squared lengths of the step's documents, and the query-key pairs inside attention
-    windows.
-
-    The second is None without windows. If the other ranks' lengths are unknown, this rank's are
-    used.
-    """
-    lengths, ranks = batches.lengths, 1
-    if lengths is None:
-        lengths, ranks = (
-            tuple(length for batch in batches.microbatches for length in batch.lengths),
-            dp,
-        )
-    squares = ranks * sum(length**2 for length in lengths)
-    if model.attention.window is None:
-        return squares, None
-    return squares, ranks * sum(num_attended_pairs(length, model.attention) for length in lengths)
 
 
 class ExpertLoadMetrics(Callback):

@@ -71,6 +71,10 @@ class RunRequests(Callback):
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Read new requests, and request the pending ones that have not been sent."""
+        self.before_skipped_step(step)
+
+    def before_skipped_step(self, step: int) -> None:
+        """Read new requests, and request the pending ones that have not been sent."""
         if self._lock_id is None:
             return
         now = time.monotonic()
@@ -132,9 +136,13 @@ class RunRequests(Callback):
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Note which requests all ranks have received."""
+        self.after_skipped_step(finished.step, finished.result.requests)
+
+    def after_skipped_step(self, step: int, requests: StepRequest) -> None:
+        """Note which requests all ranks have received."""
         for action, pending in self._pending.items():
-            if pending.step is None and KINDS[action] in finished.result.requests:
-                pending.step = finished.step
+            if pending.step is None and KINDS[action] in requests:
+                pending.step = step
 
     def after_save(self, report: SaveReport) -> None:
         """Report a requested save. An asynchronous one of an earlier step may end first."""

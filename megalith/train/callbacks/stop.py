@@ -77,6 +77,10 @@ class StopRequests(Callback):
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Request to stop or save after this step."""
+        self.before_skipped_step(step)
+
+    def before_skipped_step(self, step: int) -> None:
+        """Request to stop or save after this step."""
         if self.reason is not None:
             self._run.request(StepRequest.STOP)
         elif self._stopper.is_save_requested:
@@ -85,7 +89,11 @@ class StopRequests(Callback):
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Measure the longest step; one save fulfills the requests of all ranks so far."""
         self._longest_step = max(self._longest_step, finished.seconds)
-        if StepRequest.SAVE in finished.result.requests:
+        self.after_skipped_step(finished.step, finished.result.requests)
+
+    def after_skipped_step(self, step: int, requests: StepRequest) -> None:
+        """Note that one save fulfills the requests of all ranks so far."""
+        if StepRequest.SAVE in requests:
             self._stopper.is_save_requested = False
 
     def after_save(self, report: SaveReport) -> None:
