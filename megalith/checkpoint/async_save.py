@@ -66,6 +66,7 @@ from megalith.checkpoint.writer import (
     plan_files,
 )
 from megalith.errors import CheckpointError
+from megalith.object_store import StorePath
 from megalith.observe.limits import free_memory
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.storage import StoragePath
@@ -599,6 +600,9 @@ class AsyncSaver:
         self._region.stop()
         self._thread.shutdown(wait=not failed, cancel_futures=True)
         if self._writer is not None:
+            if failed and pending is not None and isinstance(pending.snapshot.staging, StorePath):
+                # this process may stay, and save the same step under the same prefix again
+                self._writer.kill()
             self._writer.close(wait=not failed or pending is None)
         if not failed:
             self._region.close()

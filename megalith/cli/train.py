@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
-    from megalith.launch.launcher import Failure
+    from megalith.launch.heartbeat import RankHeartbeat
+    from megalith.launch.launcher import Failure, LocalRanks
+    from megalith.launch.rounds import RestartClient
     from megalith.train.callbacks.base import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
@@ -43,6 +45,14 @@ class TrainCommand:
 
     nproc: int = 1
     """Number of processes to start on this machine; omit under torchrun."""
+
+    restarts: int = 0
+    """How often the processes of --nproc are started again after a fault; they continue from the
+    newest checkpoint."""
+
+    spares: int = 0
+    """Number of additional processes that are started, and wait to replace dead ranks when the run
+    is restarted in place (restart.max_in_place)."""
 
     callback: tuple[str, ...] = ()
     """Callbacks of the run, each package.module:Class (docs/howto/callbacks.md)."""
@@ -71,17 +81,89 @@ def main(argv: list[str]) -> int:
         print_settings(command.recipe, overrides)
         return 0
     run = resolve_run(command.recipe, overrides)
+    _check_restarts(command, run)
     folder = _select_folder(run, command)
-    starts_workers = must_start_workers(run, command.nproc, folder)
+    starts_workers = must_start_workers(run, command.nproc, folder, restarts=command.restarts)
     if command.reset_attempts:
         _reset_attempts(run, command)
     if starts_workers:
         from megalith.launch.launcher import run_workers
 
         return run_workers(
-            ["train", *argv], command.nproc, on_failure=partial(_record_failure, run, command)
+            ["train", *argv],
+            command.nproc,
+            on_failure=partial(_record_failure, run, command),
+            restarts=command.restarts,
+            build_ranks=_build_ranks_in_place(run, command) if run.restart.max_in_place else None,
         )
-    return _train(resolve_recompute(run, folder), folder, command.callback)
+    return _train(run, folder, command.callback)
+
+
+def _build_ranks_in_place(
+    run: TrainRun, command: TrainCommand
+) -> "Callable[[list[str], int, Path, Mapping[str, str]], LocalRanks]":
+    """Return the function that builds the supervisor of ranks that are restarted in place."""
+    from megalith.launch.in_place import InPlacePolicy, InPlaceRanks
+    from megalith.plan.grid import model_grid
+    from megalith.plan.restart import list_replicas
+
+    policy = InPlacePolicy(
+        config=run.restart,
+        num_spares=command.spares,
+        replicas=lambda world: list_replicas(model_grid(run.parallel, run.model, world)),
+        fits=lambda world: _fits(run, world),
+    )
+    return partial(InPlaceRanks, policy=policy)
+
+
+def _fits(run: TrainRun, world: int) -> bool:
+    """Return whether a run can continue with another number of ranks."""
+    from megalith.rules.run import check_run
+
+    try:
+        check_run(run, world, resumes=True)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_restarts(command: TrainCommand, run: TrainRun) -> None:
+    """Check that this process can start ranks again as the options say.
+
+    Raises:
+        ConfigError: an option is not valid, or another launcher has started this rank.
+    """
+    from megalith.launch.launcher import LAUNCHER, in_worker
+
+    max_in_place = run.restart.max_in_place
+    if command.spares < 0 or (command.spares and not max_in_place):
+        raise ConfigError(
+            f"--spares={command.spares} with restart.max_in_place={max_in_place}: spare processes "
+            "replace dead ranks when a run is restarted in place. Set restart.max_in_place to at "
+            "least 1 and --spares to at least 0, or use --spares=0."
+        )
+    if max_in_place and in_worker(os.environ) and LAUNCHER not in os.environ:
+        raise ConfigError(
+            f"restart.max_in_place={max_in_place}: another launcher, such as torchrun, has started "
+            "this rank, and would end it after a fault of another one. Start the run with "
+            "megalith train --nproc, or set restart.max_in_place=0."
+        )
+    if max_in_place and command.nproc == 1 and not in_worker(os.environ):
+        raise ConfigError(
+            f"restart.max_in_place={max_in_place} with --nproc=1: after a fault of the only rank "
+            "there is none that keeps its process. Use --restarts instead, or at least two ranks."
+        )
+    if command.restarts < 0:
+        raise ConfigError(
+            f"--restarts={command.restarts} must not be negative. Use the number of times that the "
+            "processes may be started again, or 0."
+        )
+    if command.restarts and in_worker(os.environ) and LAUNCHER not in os.environ:
+        raise ConfigError(
+            f"--restarts={command.restarts}: another launcher, such as torchrun, has started this "
+            "rank, and only that one can start it again. Use --restarts=0 and the launcher's own "
+            "option, such as --max-restarts of torchrun."
+        )
 
 
 def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
@@ -118,9 +200,12 @@ def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
     return run_path(run, command.run)
 
 
-def must_start_workers(run: TrainRun, nproc: int, folder: Path | None = None) -> bool:
-    """Return whether this process only starts workers; the run is checked before that. `folder`:
-    that of a run that may resume.
+def must_start_workers(
+    run: TrainRun, nproc: int, folder: Path | None = None, *, restarts: int = 0
+) -> bool:
+    """Return whether this process only starts workers, because there are several or because they
+    may have to be started again; the run is checked before that. `folder`: that of a run that may
+    resume.
 
     Raises:
         ConfigError: --nproc is below 1, or a rule is violated.
@@ -136,7 +221,7 @@ def must_start_workers(run: TrainRun, nproc: int, folder: Path | None = None) ->
         return False
     check_run(run, nproc, resumes=folder is not None and is_started(folder))
     resolve_auto_recompute(run, nproc)
-    return nproc > 1
+    return nproc > 1 or restarts > 0
 
 
 def resolve_recompute(run: TrainRun, folder: Path | None = None) -> TrainRun:
@@ -158,38 +243,63 @@ def resolve_recompute(run: TrainRun, folder: Path | None = None) -> TrainRun:
 def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
     from megalith.launch.heartbeat_process import open_heartbeat
-    from megalith.train.callbacks.base import load_callbacks
-    from megalith.train.callbacks.stop import read_job_end_time, record_sigusr1
-    from megalith.train.distributed import join_job
-    from megalith.train.loop import run_training
+    from megalith.launch.rounds import RestartClient
+    from megalith.train.callbacks.stop import record_sigusr1
+    from megalith.train.restart import preload, train_in_rounds
     from megalith.train.resume import build_checked_tokenizer
-    from megalith.train.run_folder import RunFolder
-    from megalith.train.starts import StartLog
 
-    build_checked_tokenizer(run)  # before the folder is created and other ranks wait
-    callbacks = load_callbacks(callback_names)
-    job_end_time = read_job_end_time(os.environ)
-    with (
-        record_sigusr1(),
-        open_heartbeat(os.environ) as heartbeat,
-        join_job(run, os.environ, path, heartbeat) as job,
-    ):
-        outcome = run_training(
-            run,
-            RunFolder(path),
-            job.mesh,
-            job.device,
-            callbacks=callbacks,
-            job_end_time=job_end_time,
-            heartbeat=heartbeat,
-            starts=StartLog(path, rank=job.mesh.world.rank, escalates=True, environment=os.environ),
-        )
-        first = job.first
-    if first:
+    client = RestartClient.from_environment(os.environ)
+    with record_sigusr1(), open_heartbeat(os.environ) as heartbeat:
+        if client is not None:
+            if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):  # a spare
+                preload()
+            client.wait_for_round()
+        build_checked_tokenizer(run)  # before the folder is created and other ranks wait
+        train = partial(_train_round, run, path, callback_names, client, heartbeat)
+        outcome = train() if client is None else train_in_rounds(client, train, heartbeat)
+    if os.environ.get("RANK", "0") == "0":
         print(_describe_outcome(outcome, str(path), run), flush=True)
         if outcome.kind == "suspect" and (file := os.environ.get(SUSPECT_HOSTS)):
             _write_suspect_hosts(path, Path(file))
     return {"done": 0, "stopped": STOPPED, "suspect": SUSPECT}[outcome.kind]
+
+
+def _train_round(
+    run: TrainRun,
+    path: Path,
+    callback_names: Sequence[str],
+    client: "RestartClient | None",
+    heartbeat: "RankHeartbeat",
+) -> "Outcome":
+    """Join the other ranks and train."""
+    from megalith.train.callbacks.base import load_callbacks
+    from megalith.train.callbacks.restart import RoundProgress
+    from megalith.train.callbacks.stop import read_job_end_time
+    from megalith.train.distributed import join_job
+    from megalith.train.loop import run_training
+    from megalith.train.run_folder import RunFolder
+    from megalith.train.starts import StartLog
+
+    run = resolve_recompute(run, path)
+    callbacks = load_callbacks(callback_names)
+    progress = [] if client is None else [RoundProgress(client)]
+    with join_job(run, os.environ, path, client, heartbeat) as job:
+        return run_training(
+            run,
+            RunFolder(path),
+            job.mesh,
+            job.device,
+            callbacks=[*callbacks, *progress],
+            job_end_time=read_job_end_time(os.environ),
+            heartbeat=heartbeat,
+            starts=StartLog(
+                path,
+                rank=job.mesh.world.rank,
+                escalates=True,
+                environment=os.environ,
+                current_round=None if client is None else client.round,
+            ),
+        )
 
 
 def _write_suspect_hosts(folder: Path, file: Path) -> None:

@@ -23,6 +23,7 @@ from megalith.config.observe import ObserveConfig, ProfileConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.replica_group import ReplicaGroupConfig
+from megalith.config.restart import RestartConfig
 from megalith.config.tree import load_yaml, parse_stored_settings
 from megalith.errors import ConfigError
 from megalith.storage import StoragePath, parse_path, read_bytes
@@ -281,6 +282,9 @@ class TrainRun:
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and loading of checkpoints."""
+
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    """Restart in place."""
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     """Metrics, plots, TensorBoard, experiment trackers, log messages and captures."""

@@ -124,6 +124,17 @@ def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProx
     return "\n".join(lines)
 
 
+def describe_in_a_line(failures: Sequence[Failure]) -> str:
+    """Describe the first of sorted failures in a line.
+
+    >>> describe_in_a_line([Failure(1, "was killed by signal 9 (SIGKILL)", "", 0)])
+    'rank 1 was killed by signal 9 (SIGKILL)'
+    """
+    first = failures[0]
+    verb = " " if first.summary.startswith(("was killed", "ended with")) else ": "
+    return f"rank {first.rank}{verb}{first.summary[:MAX_SUMMARY]}"
+
+
 def _with_traceback(failure: Failure) -> str:
     return f"rank {failure.rank} failed first:\n{failure.text}"
 
@@ -205,12 +216,26 @@ continue on other machines."""
 ENDED = 0, STOPPED, SUSPECT
 """Exit codes of ranks that have ended as planned."""
 
+FINAL_CODES = frozenset({USER_ERROR, STOPPED, SUSPECT})
+"""Exit codes after which no rank is started again."""
+
+RESTART_DELAYS = (0.0, 10.0, 60.0)
+"""Seconds before the first, the second and each later job restart within an hour: a file system or
+a network that has failed needs time (training specification, 17.5)."""
+
+RESTART_WINDOW_SECONDS = 3600.0
+"""Time after which a job restart does not lengthen the delay before the next one."""
+
 NOTICE_SECONDS = 1.0
 """Time that the other ranks have to fail by themselves after one has, so that their errors are
 reported, too."""
 
 GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL."""
+
+POLL_SECONDS = 0.05
+"""Time between two polls of the ranks, and so the delay of noticing an exit; a poll costs
+microseconds."""
 
 OUTPUT_SHOWN = 2000
 """Characters of the failed rank's own output that an error repeats."""
@@ -220,6 +245,9 @@ FOLDER_PREFIX = "megalith-launch-"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a job; the launcher forwards the first one to its ranks."""
+
+ENDING_SIGNALS = frozenset(-number for number in SIGNALS)
+"""Return codes of ranks that such a signal has ended."""
 
 FORWARDED_SIGNALS = (*SIGNALS, signal.SIGUSR1)
 """All signals that the launcher forwards: SIGUSR1 (train.sigusr1_action) as often as it comes."""
@@ -255,6 +283,8 @@ def run_workers(
     command: Sequence[str] = (sys.executable, "-m", "megalith"),
     environment: Mapping[str, str] = os.environ,
     on_failure: Callable[[Failure, int], None] | None = None,
+    restarts: int = 0,
+    build_ranks: "Callable[..., LocalRanks] | None" = None,
 ) -> int:
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
@@ -263,6 +293,10 @@ def run_workers(
     SIGHUP to this process is forwarded, so that the ranks save and stop; a second one kills them.
     The ranks end when this process ends in any way. `on_failure` receives the failure that came
     first, and the exit code of the job.
+
+    restarts: how often all ranks are started again after a fault (a job restart); never after a
+    signal, an error that the user can fix, or a stop after a save. build_ranks: how they are
+    supervised, by default `LocalRanks`.
 
     Returns:
         0 when all are done, 75 when they stopped after a save, 76 when they stopped because of a
@@ -273,16 +307,47 @@ def run_workers(
         UserError: the message of the rank that failed first, if the user can fix it. RankError: the
         traceback or exit status of the rank that failed first; then a line for each other.
     """
-    with _launch_folder() as folder:
-        ranks = _LocalRanks([*command, *argv], nproc, folder, environment, on_failure=on_failure)
-        with _signals_to(ranks):
+    build = build_ranks or LocalRanks
+    times: list[float] = []
+    while True:
+        with _launch_folder() as folder:
+            words = [*command, *argv]
+            ranks = build(words, nproc, folder, environment, on_failure=on_failure)
+            with _signals_to(ranks):
+                try:
+                    ranks.start()
+                    while ranks.watch():
+                        ranks.wait()
+                finally:  # an error in the launcher must not leave ranks running
+                    ranks.kill()
             try:
-                ranks.start()
-                while ranks.watch():
-                    time.sleep(0.05)  # delay of noticing an exit; a poll costs microseconds
-            finally:  # an error in the launcher must not leave ranks running
-                ranks.kill()
-        return ranks.outcome()
+                return ranks.outcome()
+            except RankError:
+                if len(times) >= restarts or not ranks.is_restartable():
+                    raise
+                cause = ranks.describe_cause()
+        delay = restart_delay(times, time.monotonic())
+        pause = f" in {delay:g} s" if delay else ""
+        print_launcher_line(f"{cause}; job restart {len(times) + 1} of {restarts}{pause}")
+        time.sleep(delay)
+        times.append(time.monotonic())
+
+
+def restart_delay(times: Sequence[float], now: float) -> float:
+    """Return the seconds to wait before a job restart; `times`: of the earlier ones.
+
+    >>> restart_delay([], 0.0), restart_delay([10.0], 20.0), restart_delay([10.0], 4000.0)
+    (0.0, 10.0, 0.0)
+    """
+    num_recent = sum(now - each < RESTART_WINDOW_SECONDS for each in times)
+    return RESTART_DELAYS[min(num_recent, len(RESTART_DELAYS) - 1)]
+
+
+def print_launcher_line(text: str) -> None:
+    """Print a line of the launcher on standard error."""
+    with suppress(OSError):  # after SIGHUP the terminal may be closed
+        sys.stderr.write(f"megalith: {text}\n")
+        sys.stderr.flush()
 
 
 def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
@@ -305,7 +370,7 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
             faulthandler.enable()  # a crash outside Python shows where it was
             signal.signal(signal.SIGINT, interrupt)
             signal.signal(signal.SIGUSR1, SignalRecorder())
-            # blocked by `_LocalRanks._start_rank`
+            # blocked by `LocalRanks._start_rank`
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         elif ERROR_FILE in environment:
             die_with_parent(os.getppid())
@@ -324,8 +389,8 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         elif isinstance(error, UserError):
             failure = replace(failure, text=str(error))  # without the traceback
         if launcher is not None:
-            _write_failure_record(failure, Path(launcher.partition(":")[2]))
-            _exit_now(
+            write_failure(failure, launcher)
+            exit_now(
                 USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT
             )
         if ERROR_FILE not in environment:
@@ -369,23 +434,24 @@ def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str
     """End this rank from any of its threads, with a failure that is recorded at once and reported
     once for all ranks."""
     if (launcher := environment.get(LAUNCHER)) is not None:
-        _write_failure_record(failure, Path(launcher.partition(":")[2]))
+        write_failure(failure, launcher)
     elif (file := environment.get(ERROR_FILE)) is not None:
         write_torchrun_record(failure, Path(file))
     if launcher is None and failure.is_report:
         sys.stderr.write(f"megalith: {failure.text}\n")
     time.sleep(after_seconds)
-    _exit_now(FAULT)
+    exit_now(FAULT)
 
 
-def _write_failure_record(failure: Failure, folder: Path) -> None:
-    """Write the failure for `run_workers`."""
+def write_failure(failure: Failure, launcher: str) -> None:
+    """Write the failure for `run_workers`; `launcher`: value of the variable `LAUNCHER`."""
+    folder = Path(launcher.partition(":")[2])
     unfinished = folder / f"rank{failure.rank}.tmp"
     unfinished.write_text(json.dumps(asdict(failure)))
     unfinished.rename(folder / f"rank{failure.rank}.json")  # atomic: a record is complete or absent
 
 
-def _exit_now(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Exit at once: Python's cleanup could wait for ranks that have ended."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -404,7 +470,7 @@ def _torchrun_record(failure: Failure) -> str:
 
 
 @dataclass(slots=True)
-class _LocalRanks:
+class LocalRanks:
     """Processes of the local ranks, as their parent sees them."""
 
     command: list[str]
@@ -435,34 +501,45 @@ class _LocalRanks:
 
     def _start_rank(self, rank: int, server: socket.socket) -> None:
         listener = (server.fileno(),) if rank == 0 else ()
+        variables = {LISTENER: str(server.fileno())} if rank == 0 else {}
+        environment = self.build_environment(rank, server.getsockname()) | variables
+        self.processes.append(self.start_process(rank, environment, listener))
+        self.forward_earlier_signals(self.processes[rank])
+
+    def start_process(
+        self, rank: int, environment: Mapping[str, str], pass_fds: tuple[int, ...]
+    ) -> "subprocess.Popen[bytes]":
+        """Start a process of a rank."""
         heartbeat = HeartbeatReader()
-        with self._output(rank).open("wb") as output, _blocked_signals():
+        with self.output(rank).open("ab") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command,
-                env=self._environment(rank, server) | heartbeat.variable,
+                env={**environment, **heartbeat.variable},
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,
-                pass_fds=(*listener, heartbeat.fd, heartbeat.stacks_fd),
+                pass_fds=(*pass_fds, heartbeat.fd, heartbeat.stacks_fd),
                 process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
         self.heartbeats.add(process.pid, heartbeat)
-        self.processes.append(process)
-        received_during_start = [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]
-        for number in received_during_start:
+        return process
+
+    def forward_earlier_signals(self, process: "subprocess.Popen[bytes]") -> None:
+        """Send a process the signals that were received while the ranks were started."""
+        for number in [*self.signals, *([signal.SIGUSR1] if self.num_sigusr1 else [])]:
             process.send_signal(number)
 
-    def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
+    def build_environment(self, rank: int, address: tuple[str, int]) -> dict[str, str]:
+        """Return the environment of a rank; `address`: of the store."""
         threads = str(threads_per_rank(available_cores(), self.nproc))
         # a laptop's host name may not resolve
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         defaults = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
-        values = (rank, self.nproc, rank, self.nproc, *server.getsockname())
+        values = (rank, self.nproc, rank, self.nproc, *address)
         rank_variables = {
             name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)
         }
-        rank_variables |= {LISTENER: str(server.fileno())} if rank == 0 else {}
         return {
             **defaults,
             **self.environment,
@@ -470,23 +547,32 @@ class _LocalRanks:
             LAUNCHER: f"{os.getpid()}:{self.folder}",
         }
 
-    def watch(self) -> bool:
-        """Poll every rank once, and end the rest when one has failed; return whether some rank
-        runs."""
-        now = time.monotonic_ns()
+    def wait(self) -> None:
+        """Wait until the next poll."""
+        time.sleep(POLL_SECONDS)
+
+    def find_exits(self, now: int) -> list[int]:
+        """Return the ranks that have ended since the last call."""
         new = [
             rank
             for rank, process in enumerate(self.processes)
             if rank not in self.ended_ns and process.poll() is not None
         ]
         self.ended_ns |= dict.fromkeys(new, now)
+        return new
+
+    def watch(self) -> bool:
+        """Poll every rank once, and end the rest when one has failed; return whether some rank
+        runs."""
+        now = time.monotonic_ns()
+        new = self.find_exits(now)
         if self.failed_ns is None and any(
             self.processes[rank].returncode not in ENDED for rank in new
         ):
             self.failed_ns = now
         if self.failed_ns is None:
             self.end_silent_rank()
-        self._end_the_rest(now)
+        self.end_the_rest(now)
         return len(self.ended_ns) < self.nproc
 
     def end_silent_rank(self) -> None:
@@ -497,13 +583,14 @@ class _LocalRanks:
             if rank not in self.ended_ns
         }
         silent = self.heartbeats.find_silent(running)
-        if silent is None or self._record(silent.rank).exists():
+        if silent is None or self.read_record(silent.rank) is not None:
             return
         failure = Failure(silent.rank, silent.summary, silent.text, time.monotonic_ns())
-        _write_failure_record(failure, self.folder)
+        write_failure(failure, f"{os.getpid()}:{self.folder}")
         self.processes[silent.rank].send_signal(signal.SIGKILL)
 
-    def _end_the_rest(self, now: int) -> None:
+    def end_the_rest(self, now: int) -> None:
+        """End the ranks that still run some time after one has failed."""
         if self.failed_ns is None:
             return
         waited = (now - self.failed_ns) / 1e9
@@ -539,23 +626,17 @@ class _LocalRanks:
         codes = [process.returncode for process in self.processes]
         if all(code in ENDED for code in codes):
             return max(codes)
-        failure_by_rank = {
-            rank: self._failure(rank) for rank, code in enumerate(codes) if code not in ENDED
-        }
+        failure_by_rank = self.failures()
         failures = [failure for failure in failure_by_rank.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
-            with suppress(OSError):  # after SIGHUP the terminal may be closed
-                sys.stderr.write(
-                    f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n"
-                )
-                sys.stderr.flush()
+            print_launcher_line(f"interrupted by {signal.Signals(self.signals[0]).name}")
             self._report_interrupt(128 + self.signals[0])
             return 128 + self.signals[0]
         first = sort_failures(failures)[0]
         if self.on_failure is not None:
             is_user_error = codes[first.rank] == USER_ERROR
             self.on_failure(first, USER_ERROR if is_user_error else FAULT)
-        if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
+        if codes[first.rank] == USER_ERROR and self.record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
         report = describe(
@@ -566,8 +647,31 @@ class _LocalRanks:
                 if failure_by_rank[rank] is None
             },
         )
-        printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
+        printed = self.output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
         raise RankError(f"{report}\noutput of rank {first.rank}:\n{printed}" if printed else report)
+
+    def is_restartable(self) -> bool:
+        """Return whether the job has failed by a fault, after which it may be started again: no
+        signal, no error that the user can fix, and no stop after a save."""
+        failures = self.failures()
+        if self.signals or any(each.returncode in FINAL_CODES for each in self.processes):
+            return False
+        return not any(
+            failure is not None and self.processes[rank].returncode in ENDING_SIGNALS
+            for rank, failure in failures.items()
+        )
+
+    def describe_cause(self) -> str:
+        """Return the first failure as a line."""
+        return describe_in_a_line(sort_failures(each for each in self.failures().values() if each))
+
+    def failures(self) -> dict[int, Failure | None]:
+        """Return how each rank failed that did; None if the launcher ended it."""
+        return {
+            rank: self._failure(rank)
+            for rank, process in enumerate(self.processes)
+            if process.returncode not in ENDED
+        }
 
     def _report_interrupt(self, code: int) -> None:
         if self.on_failure is not None:
@@ -576,9 +680,9 @@ class _LocalRanks:
 
     def _failure(self, rank: int) -> Failure | None:
         """Return how a rank failed; None if the launcher ended it."""
-        record, code = self._record(rank), self.processes[rank].returncode
-        if record.exists():
-            return Failure(**json.loads(record.read_text()))
+        if (recorded := self.read_record(rank)) is not None:
+            return recorded
+        code = self.processes[rank].returncode
         assert self.failed_ns is not None
         if code in (-signal.SIGTERM, -signal.SIGKILL) and self.ended_ns[rank] > self.failed_ns:
             return None
@@ -593,10 +697,17 @@ class _LocalRanks:
         lost_peer = all(failure.is_consequence for failure in others)
         return not others or (lost_peer and len(others) < len(failures))
 
-    def _record(self, rank: int) -> Path:
+    def read_record(self, rank: int) -> Failure | None:
+        """Return the failure that a rank has recorded, if any."""
+        record = self.record(rank)
+        return Failure(**json.loads(record.read_text())) if record.exists() else None
+
+    def record(self, rank: int) -> Path:
+        """Return the file of a rank's failure record."""
         return self.folder / f"rank{rank}.json"
 
-    def _output(self, rank: int) -> Path:
+    def output(self, rank: int) -> Path:
+        """Return the file of a rank's output."""
         return self.folder / f"rank{rank}.txt"
 
 
@@ -669,8 +780,8 @@ def _blocked_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_to(ranks: _LocalRanks) -> Iterator[None]:
-    """Handle the signals that would end this process with `crew`."""
+def _signals_to(ranks: LocalRanks) -> Iterator[None]:
+    """Handle the signals that would end this process with `ranks`."""
     # Python handles signals in the main thread only
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -118,8 +118,8 @@ class HangWatch:
                     continue
             if report:
                 self._finish(report, winner)
-            else:
-                self._dismiss_alarm(winner)
+                return  # this process goes on if it may be restarted in place
+            self._dismiss_alarm(winner)
 
     def is_late(self) -> bool:
         """Return whether this rank has been in an operation for longer than the timeout."""

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megalith.errors import ConfigError, RankError
 from megalith.launch.launcher import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
+from megalith.launch.rounds import SERVED_STORE
 from megalith.launch.watchdog import wait_for
 from megalith.observe.flight import FlightRecorder
 from megalith.observe.limits import available_cores
@@ -46,6 +47,8 @@ class Worker:
     """CPU threads unless set by train.threads; None: torch's default or OMP_NUM_THREADS."""
     listener: int | None = None
     """On rank 0 of our own launcher: the file descriptor that listens at MASTER_PORT."""
+    store_port: int | None = None
+    """Port at which a process of our own launcher serves the store; None: rank 0 serves it."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Worker":
@@ -73,6 +76,8 @@ class Worker:
         worker = _worker(
             rank=rank, world=world, local_rank=local_rank, local_world=local_world, threads=threads
         )
+        if SERVED_STORE in environment:
+            return replace(worker, store_port=int(environment["MASTER_PORT"]))
         listener = environment.get(LISTENER)
         return worker if listener is None else replace(worker, listener=int(listener))
 
@@ -126,8 +131,10 @@ def set_threads(worker: Worker, threads: int | None) -> None:
         torch.set_num_threads(chosen)
 
 
-def open_rendezvous(worker: Worker, *, timeout_seconds: float) -> Store | None:
+def open_rendezvous(worker: Worker, *, timeout_seconds: float, prefix: str = "") -> Store | None:
     """Open the rendezvous store and wait until all ranks have joined; None for a job of one rank.
+
+    prefix: of all keys, which distinguishes the rounds of a job that use one store.
 
     Raises:
         RankError: on every rank, with the ranks that did not join within `timeout_seconds`.
@@ -135,6 +142,7 @@ def open_rendezvous(worker: Worker, *, timeout_seconds: float) -> Store | None:
     if worker.world == 1:
         return None
     store = _open_store(worker, timedelta(seconds=timeout_seconds + JOIN_GRACE_SECONDS))
+    store = PrefixStore(prefix, store) if prefix else store
     store.set(f"here/{worker.rank}", "")
     if worker.rank == 0:
         keys = [f"here/{rank}" for rank in range(worker.world)]
@@ -153,6 +161,9 @@ def open_rendezvous(worker: Worker, *, timeout_seconds: float) -> Store | None:
 
 
 def _open_store(worker: Worker, timeout: timedelta) -> Store:
+    if worker.store_port is not None:
+        port = worker.store_port
+        return TCPStore("127.0.0.1", port, None, False, timeout=timeout, wait_for_workers=False)
     if worker.listener is not None:
         return TCPStore(
             "127.0.0.1",
@@ -210,13 +221,31 @@ def connect(
     )
 
 
-def disconnect(worker: Worker, *, failed: bool = False) -> None:
-    """Destroy the process group. `failed`: this rank exits with an error."""
-    if failed and worker.device.type != "cpu":
+def disconnect(worker: Worker, *, failed: bool = False, stays: bool = False) -> None:
+    """Destroy the process groups. `failed`: this rank leaves with an error; `stays`: its process
+    will join another group."""
+    if failed and stays:
+        abort_device_groups(worker)
+    elif failed and worker.device.type != "cpu":
         # NCCL would wait for operations that cannot finish; process exit closes its connections
         return
     if dist.is_initialized():
         dist.destroy_process_group()
+    elif stays:
+        # torch does not reset it when an initialization fails, and its peers would not find the
+        # names of the next groups
+        dist.distributed_c10d._world.group_count = 0
+
+
+def abort_device_groups(worker: Worker) -> None:
+    """Abort the operations of all process groups on a GPU, so that threads that wait for them get
+    an error. Gloo's are ended by closing their connections (`OpenedSockets`)."""
+    if worker.device.type == "cpu":
+        return
+    for group in [*dist.distributed_c10d._world.pg_names]:
+        abort = getattr(group, "abort", None)
+        if abort is not None:
+            abort()
 
 
 def describe_slow_tp(grid: Grid, local_world: int) -> str | None:

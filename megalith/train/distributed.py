@@ -16,9 +16,11 @@ from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.launch.heartbeat import RankHeartbeat, noting_waits
 from megalith.launch.launcher import FAULT, Failure, end_rank
+from megalith.launch.rounds import OpenedSockets, RestartClient
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
 from megalith.launch.worker import (
     Worker,
+    abort_device_groups,
     check_consistent_settings,
     clone_store,
     connect,
@@ -63,13 +65,14 @@ def join_job(
     run: TrainRun,
     environment: Mapping[str, str],
     folder: Path | None = None,
+    client: RestartClient | None = None,
     heartbeat: RankHeartbeat | None = None,
 ) -> Iterator[Job]:
     """Join the process group that a launcher described in `environment`, or run on one rank.
 
     A collective that takes longer than parallel.timeout_seconds ends this process, after a report
-    of all ranks' positions was written to `folder`. `heartbeat`: of this rank; records when it
-    waits.
+    of all ranks' positions was written to `folder`. `client`: of a rank that may be restarted in
+    place, which leaves the round instead. `heartbeat`: of this rank; records when it waits.
 
     Raises:
         ConfigError: the run does not fit the number of ranks (all broken rules are listed), or
@@ -84,37 +87,79 @@ def join_job(
     if worker.world == 1:
         yield Job(build_single_rank_mesh(), worker.device)
         return
+    with _abortable(client, worker) as sockets:
+        yield from _join_ranks(run, worker, environment, folder, client, sockets, heartbeat)
+
+
+@contextmanager
+def _abortable(client: RestartClient | None, worker: Worker) -> Iterator[OpenedSockets]:
+    """Let the launcher abort the round inside the context; yields the record of the connections
+    that are shut down then."""
+    sockets = OpenedSockets()
+    if client is None:
+        yield sockets
+        return
+
+    def abort() -> None:
+        abort_device_groups(worker)
+        sockets.shut_down()
+
+    client.set_abort(abort)
+    try:
+        yield sockets
+    finally:
+        client.set_abort(None)
+
+
+def _join_ranks(
+    run: TrainRun,
+    worker: Worker,
+    environment: Mapping[str, str],
+    folder: Path | None,
+    client: RestartClient | None,
+    sockets: OpenedSockets,
+    heartbeat: RankHeartbeat | None,
+) -> Iterator[Job]:
+    """Join the other ranks, and leave them at the end."""
     grid = model_grid(run.parallel, run.model, worker.world)
     if worker.rank == 0 and (problem := describe_slow_tp(grid, worker.local_world)) is not None:
         _log.warning(problem)
-    store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds)
+    prefix = "" if client is None else f"round{client.round.number}"
+    store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds, prefix=prefix)
     assert store is not None
     flight = FlightRecorder()
     if run.parallel.check_collectives:
         flight.compare = Fingerprints(
             clone_store(store), worker.rank, partial(name_rank, grid)
         ).compare
+    with sockets.excluded():  # the launcher's store answers the watch, which waits for no rank
+        watch_store = clone_store(store)
     watch = HangWatch(
         flight,
-        PrefixStore("watch", clone_store(store)),
+        PrefixStore("watch", watch_store),
         worker.rank,
         worker.world,
         run.parallel.timeout_seconds,
-        end=partial(_end_rank, environment=environment, folder=folder),
+        end=(
+            partial(_end_rank, environment=environment, folder=folder)
+            if client is None
+            else client.report_hang
+        ),
         where=partial(name_rank, grid),
         folder=folder,
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
     with watching(watch), noting_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
-        world_group = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
         try:
-            check_consistent_settings(flatten(run), world_group)
-            yield Job(
-                build_mesh(grid, rank=worker.rank, timeout_seconds=connect_timeout, flight=flight),
-                worker.device,
+            world = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
+            check_consistent_settings(flatten(run), world)
+            mesh = build_mesh(
+                grid, rank=worker.rank, timeout_seconds=connect_timeout, flight=flight
             )
+            sockets.close_recording()
+            yield Job(mesh, worker.device)
         except BaseException:
-            disconnect(worker, failed=True)
+            disconnect(worker, failed=True, stays=client is not None)
             raise
         disconnect(worker)

@@ -170,6 +170,7 @@ def run_training(
             sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
             for line in describe_resize(load_run(folder.config), run, **sizes):
                 progress.print_line(line)
+        stop_requests = StopRequests(job_end_time, starts.job_started)
         groups = None
         if run.replica_group is not None:
             if first and coordinator is None:
@@ -177,7 +178,7 @@ def run_training(
                 coordinator = connect_coordinator(run.replica_group, is_finished)
             groups = ReplicaGroups(run, mesh, coordinator, progress.print_line)
         try:
-            loop = TrainLoop(prepared, progress, lock, callbacks, job_end_time, groups)
+            loop = TrainLoop(prepared, progress, lock, callbacks, stop_requests, groups)
             outcome = loop.run()
         except BaseException:
             if groups is not None:
@@ -320,7 +321,7 @@ class TrainLoop:
         progress: StepProgress,
         lock: RunLock | None,
         callbacks: Sequence[Callback],
-        job_end_time: float | None = None,
+        stop_requests: StopRequests,
         groups: ReplicaGroups | None = None,
     ) -> None:
         """`groups`: the other jobs that this one trains with; None: it trains alone."""
@@ -332,7 +333,7 @@ class TrainLoop:
         )
         self.events = EventsWriter()
         self.fault_detector = FaultDetector()
-        self.stop_requests = StopRequests(job_end_time)
+        self.stop_requests = stop_requests
         self.evaluator = Evaluator()
         self.replica_check = ReplicaCheck()
         self.health_check = HealthCheck()

@@ -65,9 +65,6 @@ looks like a hang while rank 0 waits for the coordinator (heuristic)."""
 NUM_SHARED_REQUESTS = 2
 """Kinds of requests that are sent to all groups (`train/step.py`)."""
 
-LAST_UPDATED = "last_updated"
-"""Key of the state for a group that has caught up: whether its step has changed the weights."""
-
 MAX_LAG = 1 << 30
 """Steps that a group may have missed when an epoch begins: any number, since it then loads the
 state of another participant."""
@@ -149,8 +146,8 @@ class GroupSums:
     """Whether a group was lost; the sums are those of this group then."""
     counts: Sequence[float] = ()
     """Counts of the global batch of the next step."""
-    last_updated: bool = False
-    """Whether the step before has changed the weights."""
+    last_updated: bool | None = None
+    """Whether the step before has changed the weights; None: no group knows it."""
     scale: float = 1.0
     """Loss scale of the gradients."""
     joins: Collection[str] = ()
@@ -220,7 +217,9 @@ class ReplicaGroups:
         """Participants that have caught up, and compute from the next step on."""
         self._step = 0
         """Number of committed steps."""
-        self._last_updated = False
+        self._last_updated: bool | None = None
+        """Whether the last committed step has changed the weights; None: this group has not taken
+        part in it."""
         self._exchange: RingExchange | None = None
         self._exchange_thread: ThreadPoolExecutor | None = None
         self._epoch: Epoch | None = None
@@ -436,6 +435,11 @@ class ReplicaGroups:
             if summed is None:
                 return False
             gradients, sums = summed
+            if progress.missed_steps and sums.last_updated is None:
+                self._print_line(f"step {self._step}: the state is loaded again")
+                self._close_exchange()
+                self._abandon_catch_up()
+                return False
             if not self._vote(self._step + 1, ok=True):
                 return True
             self._note_commit(sums)
@@ -476,18 +480,22 @@ class ReplicaGroups:
         epoch, exchange, progress = self._epoch, self._exchange, self._catch_up
         assert epoch is not None and exchange is not None, "an epoch has begun"
         joins, self._joins = self._joins, set()
-        sent: Mapping[str, Any] | None = None  # Any: JSON
-        if self.config.id == self._active[0]:
-            sent = state.export() | {LAST_UPDATED: self._last_updated}
+        sent = state.export() if self.config.id == self._active[0] else None
         received: list[dict[str, Any]] = []  # Any: JSON
-        if not self._succeeds_on_all_ranks(
-            lambda: received.append(_broadcast_json(exchange, sent))
-        ):
+        last_update = torch.tensor(self._describe_last_update())
+
+        def receive() -> None:
+            exchange.all_reduce_([last_update])
+            received.append(_broadcast_json(exchange, sent))
+
+        if not self._succeeds_on_all_ranks(receive):
             return False
+        self._last_updated = _read_last_update(last_update.tolist())
         if progress is not None and self.config.id in joins:
             if progress.missed_steps:
-                progress.missed_steps[-1].updated = bool(received[0][LAST_UPDATED])
+                progress.missed_steps[-1].updated = self._last_updated
             self._replay(progress, state)
+            assert not progress.missed_steps, "the active groups know whether a step has an update"
             state.adopt(received[0])
             self._catch_up, self._is_complete, self._kept = None, True, _KeptStep()
         holdings: list[float] = []
@@ -604,13 +612,13 @@ class ReplicaGroups:
             logits[index] = max_logit.item()
         ready = [float(is_ready and number == index) for number in range(groups)]
         is_first = self.config.id == self._active[0]
-        status = [float(self._last_updated), scale] if is_first else [0.0, 0.0]
+        status = [*self._describe_last_update(), scale if is_first else 0.0]
         host = losses.to("cpu", torch.float64)
         numbers = [*requests, *counts, *status, *ready, *logits]
         vector = torch.cat([host, torch.tensor(numbers, dtype=torch.float64)])
         exchange.all_reduce_([*gradients, vector])
         sums, shared, summed_counts, summed_status, joins, largest = _split(
-            vector.tolist(), len(host), len(requests), len(counts), 2, groups
+            vector.tolist(), len(host), len(requests), len(counts), 3, groups
         )
         active = [
             value
@@ -623,10 +631,16 @@ class ReplicaGroups:
             None if max_logit is None else max_logit.new_tensor([max(active)]),
             failed=False,
             counts=summed_counts,
-            last_updated=summed_status[0] > 0,
-            scale=summed_status[1],
+            last_updated=_read_last_update(summed_status),
+            scale=summed_status[2],
             joins={name for name, value in zip(exchange.member.participants, joins) if value > 0},
         )
+
+    def _describe_last_update(self) -> list[float]:
+        """Return whether this group's last step has changed the weights, and whether it knows it;
+        all groups that know it agree."""
+        knows = self.config.id in self._active and self._last_updated is not None
+        return [float(knows and bool(self._last_updated)), float(knows)]
 
     def _note_commit(self, sums: GroupSums) -> None:
         """Continue after a committed step."""
@@ -796,6 +810,12 @@ class ReplicaGroups:
     @property
     def _max_batch_size(self) -> int:
         return largest_batch_size(self.run.train)
+
+
+def _read_last_update(sums: Sequence[float]) -> bool | None:
+    """Return whether the last step has changed the weights, from the sums over groups of
+    `_describe_last_update`; None: no group knows it."""
+    return sums[0] > 0 if sums[1] > 0 else None
 
 
 def _split(values: list[float], *sizes: int) -> tuple[list[float], ...]:

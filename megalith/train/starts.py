@@ -12,6 +12,7 @@ from typing import Any
 
 from megalith.errors import CheckpointError, RankError, UserError
 from megalith.launch.launcher import FAULT, LAUNCHER, USER_ERROR, exception_failure
+from megalith.launch.rounds import Round
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.plan.starts import (
     MAX_FAILED_STARTS,
@@ -45,15 +46,23 @@ class StartLog:
         rank: int,
         escalates: bool = False,
         environment: Mapping[str, str] | None = None,
+        current_round: Round | None = None,
     ) -> None:
         """`escalates`: begin with an older checkpoint, or not at all, if earlier starts have failed
-        with the same cause. `environment`: of the process, to know its launcher."""
+        with the same cause. `environment`: of the process, to know its launcher. `current_round`:
+        of a job that may be restarted in place; each round is a start."""
+        self.job_started = None if current_round is None else current_round.job_started
+        """`time.monotonic()` from which train.max_minutes counts; None: from the first step on."""
         self.folder, self.rank, self.escalates = folder, rank, escalates
         launcher = (environment or {}).get(LAUNCHER)
         self.launcher = None if launcher is None else int(launcher.partition(":")[0])
         """Process id of our launcher, which waits before it starts ranks again, and writes how they
         ended."""
-        self.began, self._began_monotonic = _read_process_start()
+        self.began, self._began_monotonic = (
+            (time.time(), time.monotonic())
+            if current_round is not None and current_round.number > 0
+            else _read_process_start()
+        )
         self.number = 0
         """Number of this start, from 1; 0: it is not recorded yet."""
 

@@ -29,7 +29,7 @@ from megalith.train.callbacks import fault_detection
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.callbacks.fault_detection import (
     RERUN_STATS_FILE,
-    SUSPECTS_FILE,
+    SUSPECTS,
     read_suspect_exits,
 )
 from megalith.train.loop import run_training
@@ -232,7 +232,7 @@ def train(layout: str, *cases: Case) -> list[list[Report]]:
 
 def suspects(path: Path) -> list[tuple[str, int, str, bool]]:
     """Return kind, rank, host and whether the run has ended, of each line of suspects.jsonl."""
-    file = path / SUSPECTS_FILE
+    file = path / SUSPECTS
     lines = file.read_text().splitlines() if file.exists() else []
     records = [json.loads(line) for line in lines]
     return [(r["kind"], r["rank"], r["host"], r["exits"]) for r in records]
@@ -383,7 +383,7 @@ def test_undecided_fault_ends_the_run_once_and_is_of_the_model_elsewhere(tmp_pat
 def test_unset_action_skips_a_step_that_no_other_rank_can_check(tmp_path: Path) -> None:
     fault = Fault("sample", persistent=True)
     assert _train_alone(tmp_path, fault, {}, "host") == Outcome("done", 8)
-    assert not (tmp_path / SUSPECTS_FILE).exists()
+    assert not (tmp_path / SUSPECTS).exists()
     log = (tmp_path / "log.txt").read_text()
     assert "step 6: loss nan, gradient norm nan; repeating the step" in log
     assert "step 6: loss nan, gradient norm nan; no update" in log

@@ -279,7 +279,7 @@ def run_with_kills(
 
 @pytest.mark.slow
 def test_thirty_kills_and_joins_equal_one_process(tmp_path: Path) -> None:
-    steps, rng = 180, random.Random(15)
+    steps, rng = 240, random.Random(15)
     settings = FP64 | {
         "train.steps": str(steps),
         "train.eval_steps": "0",
@@ -289,9 +289,9 @@ def test_thirty_kills_and_joins_equal_one_process(tmp_path: Path) -> None:
     train(tmp_path / "reference", settings)
     settings |= counts(1, 3) | {"replica_group.timeout_seconds": "5"}
     kills: dict[str, list[Kill]] = {f"g{number}": [] for number in range(3)}
-    for step in range(5, 170, 5):
+    for step in range(5, 230, 5):
         phase = rng.choice(["before_exchange", "before_vote", "after_vote"])
         kills[rng.choice([*kills])].append(Kill(step + rng.randrange(3), phase))
     processes = run_with_kills(tmp_path, settings, kills, 900)
-    assert processes.num_kills >= 20  # some groups are away when theirs is due
+    assert processes.num_kills >= 30, "some groups are away when theirs is due"
     assert_equal_runs(tmp_path, tmp_path / "reference", steps, 3)

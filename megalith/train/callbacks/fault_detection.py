@@ -6,6 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from megalith.plan.fault_policy import (
 from megalith.plan.rollback import RollbackPlan
 from megalith.storage import StoragePath
 from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
+from megalith.train.start_records import append_record, read_records
+from megalith.train.starts import SUSPECTS
 from megalith.train.step import (
     MAX_RERUNS,
     StepRequest,
@@ -45,9 +48,6 @@ from megalith.train.step import (
     Trainer,
     describe_nonfinite_gradients,
 )
-
-SUSPECTS_FILE = "suspects.jsonl"
-"""File of the run folder with one line for each rank whose machine may have computed wrongly."""
 
 RERUN_STATS_FILE = "rerun_stats.jsonl"
 """File of the run folder with the differences of gradients in reruns
@@ -65,20 +65,11 @@ change the statistics of a step by more)."""
 # --- records of suspect machines
 
 
-def read_suspect_exits(folder: StoragePath) -> tuple[SuspectExit, ...]:
-    """Return the exits of a run because of suspect machines, from its `suspects.jsonl`; a line that
-    a kill has truncated is ignored."""
-    try:
-        lines = storage.read_bytes(folder / SUSPECTS_FILE).splitlines()
-    except FileNotFoundError:
-        return ()
+def read_suspect_exits(folder: Path) -> tuple[SuspectExit, ...]:
+    """Return the exits of a run because of suspect machines, from its `suspects.jsonl`."""
     hosts: dict[tuple[int, float], set[str]] = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["exits"]:
+    for record in read_records(folder / SUSPECTS)[0]:
+        if record.get("exits"):
             hosts.setdefault((record["step"], record["time"]), set()).add(record["host"])
     return tuple(SuspectExit(step, frozenset(each)) for (step, _), each in hosts.items())
 
@@ -109,7 +100,7 @@ def record_suspects(
         "reason": reason,
         "exits": exits,
     }
-    storage.append_line(run.folder.path / SUSPECTS_FILE, json.dumps(record).encode())
+    append_record(run.folder.path / SUSPECTS, record)
 
 
 def find_suspect_start(run: RunView) -> int | None:
@@ -352,7 +343,7 @@ class FaultDetector(Callback):
         if action == "exit_again":
             raise DataError(
                 f"{text}. The run has ended at this step before because of the same fault, on the "
-                f"same machines or on two others ({SUSPECTS_FILE}). Exclude these hosts, or reduce "
+                f"same machines or on two others ({SUSPECTS}). Exclude these hosts, or reduce "
                 "schedule.lr and check the data of this step (fault_detector.nonfinite=skip "
                 "continues without it)."
             )

@@ -13,11 +13,8 @@ from megalith.observe.machine import DTYPES
 from megalith.parallel.group import Group, gather_objects, start_receive, start_send
 from megalith.plan.device_health import DeviceHealth, Outlier, find_outliers
 from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
-from megalith.train.callbacks.fault_detection import (
-    SUSPECTS_FILE,
-    read_suspect_exits,
-    record_suspects,
-)
+from megalith.train.callbacks.fault_detection import read_suspect_exits, record_suspects
+from megalith.train.starts import SUSPECTS
 from megalith.train.step import StepRequest
 
 MESSAGE_NBYTES = 2**20
@@ -103,7 +100,7 @@ class HealthCheck(Callback):
         if repeats:
             raise DataError(
                 f"step {step}: {self.suspect}. The run has ended at this step before because of "
-                f"the same host ({SUSPECTS_FILE}). Exclude {', '.join(sorted(hosts))}, or set "
+                f"the same host ({SUSPECTS}). Exclude {', '.join(sorted(hosts))}, or set "
                 "fault_detector.health_check_every=none."
             )
 

@@ -35,8 +35,10 @@ class StopRequests(Callback):
 
     essential = True
 
-    def __init__(self, job_end_time: float | None = None) -> None:
-        """`job_end_time`: seconds since 1970 at which the batch system ends the job."""
+    def __init__(self, job_end_time: float | None = None, job_started: float | None = None) -> None:
+        """`job_end_time`: seconds since 1970 at which the batch system ends the job; `job_started`:
+        `time.monotonic()` from which train.max_minutes counts, None: from `on_start` on."""
+        self._job_started = job_started
         self._stack = ExitStack()
         self._job_end_time = job_end_time
         self._longest_save = self._longest_step = 0.0
@@ -48,6 +50,7 @@ class StopRequests(Callback):
             max_minutes=train.max_minutes,
             print_line=run.log,
             sigusr1_action=train.sigusr1_action,
+            started=self._job_started,
         )
         self._stack.enter_context(self._stopper)
         if self._job_end_time is not None and self._job_end_time <= time.time():
@@ -119,8 +122,11 @@ class Stopper:
         max_minutes: float | None,
         print_line: Callable[[str], None],
         sigusr1_action: Literal["stop", "save", "ignore"] = "stop",
+        started: float | None = None,
     ) -> None:
-        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        """`started`: `time.monotonic()` from which the minutes count; None: now."""
+        start = time.monotonic() if started is None else started
+        self._deadline = None if max_minutes is None else start + 60 * max_minutes
         self._print_line = print_line
         self._sigusr1_action = sigusr1_action
         self._reason: str | None = None

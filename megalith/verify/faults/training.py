@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint import load, save
+from megalith.checkpoint import parallel_read, save
 from megalith.checkpoint.format import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint, WeightsRole
 from megalith.kernels.layer_inputs import LayerInputs
@@ -458,7 +458,7 @@ def moments_swapped_on_load(
     return source
 
 
-@replaces(load, "inner_view", "dp", everywhere=True)
+@replaces(parallel_read, "inner_view", "dp", everywhere=True)
 def box_offset_lost_on_load(original: Original, piece: TensorPiece, box: Box) -> Tensor:
     """Resharded loading reads a part of a stored box from the beginning of the box."""
     first = tuple((o, o + b - a) for (a, b), (o, _) in zip(box, piece.box, strict=True))
