@@ -42,10 +42,10 @@ from megalith.launch.rounds import (
     Abort,
     End,
     Hang,
-    Left,
     Message,
     ReadyForRank,
     Round,
+    RoundFailure,
     decode_message,
     encode_message,
 )
@@ -74,7 +74,7 @@ class InPlacePolicy:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class JobProcess:
     """A process of the job, with or without a rank."""
 
     process: "subprocess.Popen[bytes]"
@@ -83,7 +83,7 @@ class Member:
     is_ready: bool = False
     """Whether it waits for its first round."""
 
-    left: Left | None = None
+    round_failure: RoundFailure | None = None
     """Its message of leaving the current round."""
 
     @property
@@ -97,7 +97,7 @@ class Restart:
     """A restart that has begun and has not assigned the next round."""
 
     deadline: float
-    replacements: dict[int, Member] = field(default_factory=dict)
+    replacements: dict[int, JobProcess] = field(default_factory=dict)
     num_starts: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     """Ranks for which no process can be started."""
@@ -124,8 +124,8 @@ class InPlaceRanks(LocalRanks):
         super().__init__(command, nproc, folder, environment, on_failure=on_failure)
         self.policy = policy
         self.round = 0
-        self._members: list[Member] = []  # by rank
-        self._spares: list[Member] = []
+        self._members: list[JobProcess] = []  # by rank
+        self._spares: list[JobProcess] = []
         self._restart: Restart | None = None
         self._times: list[float] = []
         self._num_rounds_without_step = 0
@@ -166,7 +166,7 @@ class InPlaceRanks(LocalRanks):
             process_group=0,
         )
 
-    def _start_member(self, rank: int) -> Member:
+    def _start_member(self, rank: int) -> JobProcess:
         """Start a process; `rank`: of its output until it is assigned another one."""
         control, rank_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         for each in (control, rank_control):  # 2048 bytes on macOS
@@ -176,23 +176,23 @@ class InPlaceRanks(LocalRanks):
             variables = {CONTROL: str(fd), SERVED_STORE: "1"}
             environment = self.build_environment(rank, self._server.getsockname()) | variables
             process = self.start_process(rank, environment, (fd,))
-        return Member(process, control, time.monotonic())
+        return JobProcess(process, control, time.monotonic())
 
     def _start_spare(self) -> None:
         # It has an output file of its own, whatever the number of ranks.
         self._spares.append(self._start_member(self.nproc + self._num_started_spares))
         self._num_started_spares += 1
 
-    def _assign(self, member: Member, rank: int, reason: str) -> None:
+    def _assign(self, member: JobProcess, rank: int, reason: str) -> None:
         """Send a process its rank in the current round, and the standard output of that rank."""
-        member.left, member.is_ready = None, False
+        member.round_failure, member.is_ready = None, False
         place = Round(self.round, rank, self.nproc, reason, self._job_started)
         with self.output(rank).open("ab") as file:
             fds = [1, 2] if rank == 0 else [file.fileno(), file.fileno()]
             with suppress(OSError):  # it has ended
                 socket.send_fds(member.control, [encode_message(place)], fds)
 
-    def _list_members(self) -> list[Member]:
+    def _list_members(self) -> list[JobProcess]:
         replacements = [] if self._restart is None else [*self._restart.replacements.values()]
         return [*self._members, *self._spares, *replacements]
 
@@ -234,7 +234,7 @@ class InPlaceRanks(LocalRanks):
         """Begin, continue or complete a restart, or end the job."""
         codes = [self.processes[rank].returncode for rank in exits]
         is_fault = any(code not in ENDED for code in codes)
-        has_left = any(member.left is not None for member in self._members)
+        has_left = any(member.round_failure is not None for member in self._members)
         if USER_ERROR in codes:
             self._end_job(None)
         elif self._restart is None and (is_fault or has_left or self._hang is not None):
@@ -254,12 +254,12 @@ class InPlaceRanks(LocalRanks):
                     data = member.control.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
                     self._handle(member, decode_message(data))
 
-    def _handle(self, member: Member, message: Message) -> None:
+    def _handle(self, member: JobProcess, message: Message) -> None:
         match message:
             case ReadyForRank():
                 member.is_ready = True
-            case Left(number) if number == self.round:
-                member.left = message
+            case RoundFailure(number) if number == self.round:
+                member.round_failure = message
             case Hang(number) if number == self.round:
                 failure = Failure(**message.failure)
                 if self._hang is None or failure.is_report:
@@ -336,7 +336,7 @@ class InPlaceRanks(LocalRanks):
             self._end_job("some ranks have ended already")
             return
         now = time.monotonic()
-        staying = [rank for rank, member in alive.items() if member.left is None]
+        staying = [rank for rank, member in alive.items() if member.round_failure is None]
         if staying and now > restart.deadline:
             restart.unresponsive.update(staying)
             for rank in staying:
@@ -362,9 +362,11 @@ class InPlaceRanks(LocalRanks):
             else:
                 self._replace(restart, rank)
 
-    def _complete_restart(self, restart: Restart, alive: dict[int, Member]) -> None:
+    def _complete_restart(self, restart: Restart, alive: dict[int, JobProcess]) -> None:
         """Assign the ranks of the next round."""
-        num_steps = max(member.left.num_steps for member in alive.values() if member.left)
+        num_steps = max(
+            member.round_failure.num_steps for member in alive.values() if member.round_failure
+        )
         self._num_rounds_without_step = 0 if num_steps else self._num_rounds_without_step + 1
         config = self.policy.config
         problem = find_restart_problem(
@@ -396,7 +398,7 @@ class InPlaceRanks(LocalRanks):
         self._start_round(alive | restart.replacements, remaining, reason)
 
     def _start_round(
-        self, members: dict[int, Member], remaining: Sequence[int], reason: str
+        self, members: dict[int, JobProcess], remaining: Sequence[int], reason: str
     ) -> None:
         """Start the next round; `members`: by their rank in the last one, or that which they
         replace."""
@@ -405,7 +407,7 @@ class InPlaceRanks(LocalRanks):
                 self._end_member(member)  # it has ended already
         for rank, member in members.items():
             if rank not in remaining:  # left over by a smaller number of ranks, and warm
-                member.is_ready, member.left = True, None
+                member.is_ready, member.round_failure = True, None
                 self._spares.append(member)
         for rank in range(self.nproc):
             self.record(rank).unlink(missing_ok=True)
@@ -420,16 +422,20 @@ class InPlaceRanks(LocalRanks):
         for rank, member in enumerate(self._members):
             self._assign(member, rank, reason)
 
-    def _list_failures(self, restart: Restart, alive: dict[int, Member]) -> list[Failure]:
+    def _list_failures(self, restart: Restart, alive: dict[int, JobProcess]) -> list[Failure]:
         """Return the failures of the round, the cause first."""
-        left = [Failure(**member.left.failure) for member in alive.values() if member.left]
+        left = [
+            Failure(**member.round_failure.failure)
+            for member in alive.values()
+            if member.round_failure
+        ]
         deaths = [
             failure for rank, failure in restart.deaths.items() if rank not in restart.unresponsive
         ]
         hangs = [] if self._hang is None else [self._hang]
         return [*hangs, *sort_failures([*deaths, *left])]
 
-    def _end_member(self, member: Member) -> None:
+    def _end_member(self, member: JobProcess) -> None:
         """End a process, and release what belongs to it."""
         member.process.kill()
         member.process.wait()
@@ -439,7 +445,7 @@ class InPlaceRanks(LocalRanks):
     def _describe(
         self,
         restart: Restart,
-        alive: dict[int, Member],
+        alive: dict[int, JobProcess],
         remaining: Sequence[int],
         cause: Failure,
     ) -> str:
@@ -497,6 +503,6 @@ class InPlaceRanks(LocalRanks):
             raise RankError(f"{error}\nNo restart in place followed: {self._problem}.") from None
 
 
-def _send(member: Member, message: Message) -> None:
+def _send(member: JobProcess, message: Message) -> None:
     with suppress(OSError):  # it has ended
         member.control.send(encode_message(message), socket.MSG_DONTWAIT)

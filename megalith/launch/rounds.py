@@ -80,7 +80,7 @@ class ReadyForRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RoundFailure:
     """A rank has left a round because of a failure."""
 
     number: int
@@ -98,9 +98,9 @@ class Hang:
     failure: dict[str, Any]  # Any: JSON, fields of `Failure`
 
 
-Message = Round | Abort | End | ReadyForRank | Left | Hang
+Message = Round | Abort | End | ReadyForRank | RoundFailure | Hang
 _KINDS: Mapping[str, type[Message]] = {
-    kind.__name__: kind for kind in (Round, Abort, End, ReadyForRank, Left, Hang)
+    kind.__name__: kind for kind in (Round, Abort, End, ReadyForRank, RoundFailure, Hang)
 }
 
 
@@ -257,7 +257,7 @@ class RestartClient:
     def leave(self, failure: Failure) -> Round:
         """Leave the current round and wait for the next one."""
         self._failure = failure
-        self._send(Left(self.round.number, self.num_steps, shorten_failure(failure)))
+        self._send(RoundFailure(self.round.number, self.num_steps, shorten_failure(failure)))
         return self._take_round()
 
     def _send(self, message: Message) -> None:

@@ -9,7 +9,6 @@ and sum again. The set of participants is constant for an epoch, which the coord
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +20,6 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megalith import __version__
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.state_transfer import (
@@ -31,11 +29,9 @@ from megalith.checkpoint.state_transfer import (
 )
 from megalith.config.replica_group import ReplicaGroupConfig
 from megalith.config.train import TrainRun
-from megalith.config.tree import flatten
 from megalith.data.loader import Loader, StepBatches
-from megalith.errors import ConfigError, UserError
+from megalith.errors import UserError
 from megalith.launch.coordinator_client import CoordinatorClient, CoordinatorInterrupted
-from megalith.launch.coordinator_protocol import parse_address
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.group_exchange import (
     GroupExchangeError,
@@ -55,6 +51,7 @@ from megalith.plan.replica_groups import (
     list_missing_samples,
 )
 from megalith.storage import StoragePath
+from megalith.train.replica_group_settings import find_own_host, list_compared_settings
 
 _log = logging.getLogger(__name__)
 
@@ -847,56 +844,6 @@ def _broadcast_json(
     return received
 
 
-UNCOMPARED_SETTINGS = (
-    "name",
-    "replica_group.coordinator",
-    "replica_group.id",
-    "replica_group.max_groups",
-    "replica_group.min_groups",
-    "replica_group.timeout_seconds",
-    "checkpoint.",
-    "observe.",
-    "profile.",
-    "evaluate.",
-    "callbacks.",
-    "train.callbacks",
-    "train.eval_",
-    "train.exit_margin_minutes",
-    "train.gc_interval",
-    "train.log_every",
-    "train.max_minutes",
-    "train.sigusr1_action",
-    "train.threads",
-    "parallel.timeout_seconds",
-    "parallel.check_collectives",
-    "data.cache_path",
-    "data.mmap",
-    "data.path",
-    "data.train_path",
-    "data.valid_path",
-    "data.test_path",
-    "data.sft.path",
-    "data.sft.valid_path",
-    "tokenizer.path",
-    "recompute.",
-    "offload.",
-    "kernels",
-)
-"""Settings that may differ between the groups of a run: they change neither weights nor losses. The
-fingerprint of the data is compared when a state is loaded."""
-
-
-def list_compared_settings(run: TrainRun, world: int) -> dict[str, str]:
-    """Return the settings that must be equal in all groups, as text, with the number of ranks and
-    the version."""
-    settings = {
-        path: str(value)
-        for path, value in sorted(flatten(run).items())
-        if not path.startswith(UNCOMPARED_SETTINGS) and value is not None
-    }
-    return {"number of ranks": str(world), "version of megalith": __version__} | settings
-
-
 class FinishedRunError(Exception):
     """The other groups have finished the run while this one waited for them."""
 
@@ -929,23 +876,3 @@ def connect_coordinator(
         max_lag=MAX_LAG,
     )
     return CoordinatorClient(config.coordinator, limits=limits, should_stop=is_finished)
-
-
-def find_own_host(config: ReplicaGroupConfig) -> str:
-    """Return the address of this machine on the network of the coordinator.
-
-    Raises:
-        ConfigError: the address of the coordinator is not valid, or there is no way to it.
-    """
-    address = parse_address(config.coordinator)  # the rules have checked it
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing, but selects the interface
-            host: str = probe.getsockname()[0]
-    except OSError as error:
-        raise ConfigError(
-            f"replica_group.coordinator={config.coordinator} cannot be reached: {error}. Use the "
-            "HOST:PORT that `megalith coordinate` prints."
-        ) from error
-    return host

@@ -19,9 +19,9 @@ from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, assert_close
+from megalith.train.replica_group_settings import list_compared_settings
 from megalith.train.replica_groups import (
     connect_coordinator,
-    list_compared_settings,
 )
 from tests.train.replica_group_jobs import (
     GroupProcesses,
@@ -219,7 +219,6 @@ def test_settings_that_change_no_weights_may_differ_between_groups(tmp_path: Pat
         ({"coordinator": "here"}, "replica_group.coordinator: 'here' is not HOST:PORT, such as"),
         ({"id": "a/b"}, "replica_group.id='a/b' is not an id. Use up to 63 letters"),
         ({"min_groups": "3", "max_groups": "2"}, "max_groups=2 is smaller than replica_group.min_"),
-        ({"mode": "diloco"}, "replica_group.mode=diloco is not available yet. Set replica_group.m"),
         ({"timeout_seconds": "700"}, "timeout_seconds=700 is not shorter than parallel.timeout_s"),
         ({"data.sampler": "cyclic"}, "data.sampler=cyclic with replica_group: the samples of a st"),
         ({"train.balance_rows": "true"}, "Set train.balance_rows=false."),

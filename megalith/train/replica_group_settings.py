@@ -1,0 +1,79 @@
+"""What must be equal in all replica groups, and the address of this machine for the others."""
+
+import socket
+
+from megalith import __version__
+from megalith.config.replica_group import ReplicaGroupConfig
+from megalith.config.train import TrainRun
+from megalith.config.tree import flatten
+from megalith.errors import ConfigError
+from megalith.launch.coordinator_protocol import parse_address
+
+UNCOMPARED_SETTINGS = (
+    "name",
+    "replica_group.coordinator",
+    "replica_group.id",
+    "replica_group.max_groups",
+    "replica_group.min_groups",
+    "replica_group.timeout_seconds",
+    "checkpoint.",
+    "observe.",
+    "profile.",
+    "evaluate.",
+    "callbacks.",
+    "train.callbacks",
+    "train.eval_",
+    "train.exit_margin_minutes",
+    "train.gc_interval",
+    "train.log_every",
+    "train.max_minutes",
+    "train.sigusr1_action",
+    "train.threads",
+    "parallel.timeout_seconds",
+    "parallel.check_collectives",
+    "data.cache_path",
+    "data.mmap",
+    "data.path",
+    "data.train_path",
+    "data.valid_path",
+    "data.test_path",
+    "data.sft.path",
+    "data.sft.valid_path",
+    "tokenizer.path",
+    "recompute.",
+    "offload.",
+    "kernels",
+)
+"""Settings that may differ between the groups of a run: they change neither weights nor losses. The
+fingerprint of the data is compared when a state is loaded."""
+
+
+def list_compared_settings(run: TrainRun, world: int) -> dict[str, str]:
+    """Return the settings that must be equal in all groups, as text, with the number of ranks and
+    the version."""
+    settings = {
+        path: str(value)
+        for path, value in sorted(flatten(run).items())
+        if not path.startswith(UNCOMPARED_SETTINGS) and value is not None
+    }
+    return {"number of ranks": str(world), "version of megalith": __version__} | settings
+
+
+def find_own_host(config: ReplicaGroupConfig) -> str:
+    """Return the address of this machine on the network of the coordinator.
+
+    Raises:
+        ConfigError: the address of the coordinator is not valid, or there is no way to it.
+    """
+    address = parse_address(config.coordinator)  # the rules have checked it
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing, but selects the interface
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"replica_group.coordinator={config.coordinator} cannot be reached: {error}. Use the "
+            "HOST:PORT that `megalith coordinate` prints."
+        ) from error
+    return host
