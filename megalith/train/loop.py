@@ -75,12 +75,11 @@ from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.diloco import DilocoSync
+from megalith.train.replica_group_settings import FinishedRunCheck, connect_coordinator
 from megalith.train.replica_groups import (
     Coordinator,
-    FinishedRunCheck,
     FinishedRunError,
     ReplicaGroups,
-    connect_coordinator,
 )
 from megalith.train.resume import CALLBACKS, PreparedRun
 from megalith.train.rollback import roll_back

@@ -1,13 +1,28 @@
-"""What must be equal in all replica groups, and the address of this machine for the others."""
+"""What must be equal in all replica groups, the address of this machine for the others, and the
+connection with the coordinator."""
 
 import socket
+import time
+from collections.abc import Callable
 
 from megalith import __version__
+from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.replica_group import ReplicaGroupConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.errors import ConfigError
+from megalith.launch.coordinator_client import CoordinatorClient
 from megalith.launch.coordinator_protocol import parse_address
+from megalith.plan.quorum import QuorumLimits
+from megalith.storage import StoragePath
+
+MAX_LAG = 1 << 30
+"""Steps that a group may have missed when an epoch begins: any number, since it then loads the
+state of another participant."""
+
+CHECK_SECONDS = 10.0
+"""Interval of the checks whether the other groups have finished the run (heuristic: much longer
+than a listing of an object store takes)."""
 
 UNCOMPARED_SETTINGS = (
     "name",
@@ -77,3 +92,33 @@ def find_own_host(config: ReplicaGroupConfig) -> str:
             "HOST:PORT that `megalith coordinate` prints."
         ) from error
     return host
+
+
+class FinishedRunCheck:
+    """Checks whether a run has ended, by the checkpoint of its last step; True at most once per
+    `CHECK_SECONDS`, since a check lists a folder."""
+
+    def __init__(self, checkpoints: StoragePath, last_step: int) -> None:
+        self._checkpoints, self._last_step = checkpoints, last_step
+        self._next_check = time.monotonic() + CHECK_SECONDS
+
+    def __call__(self) -> bool:
+        """Return whether the checkpoint of the last step is complete."""
+        if time.monotonic() < self._next_check:
+            return False
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        return self._last_step in list_complete_checkpoints(self._checkpoints)
+
+
+def connect_coordinator(
+    config: ReplicaGroupConfig, is_finished: Callable[[], bool] = lambda: False
+) -> CoordinatorClient:
+    """Return the connection of rank 0 with the coordinator; `join` opens it. `is_finished`: ends
+    waiting for it."""
+    limits = QuorumLimits(
+        min_groups=config.min_groups,
+        max_groups=config.max_groups,
+        timeout_seconds=config.timeout_seconds,
+        max_lag=MAX_LAG,
+    )
+    return CoordinatorClient(config.coordinator, limits=limits, should_stop=is_finished)

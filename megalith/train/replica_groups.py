@@ -9,7 +9,6 @@ and sum again. The set of participants is constant for an epoch, which the coord
 
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -21,17 +20,15 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.state_transfer import (
     ReceivedState,
     StateServer,
     fetch_state,
 )
-from megalith.config.replica_group import ReplicaGroupConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, StepBatches
 from megalith.errors import UserError
-from megalith.launch.coordinator_client import CoordinatorClient, CoordinatorInterrupted
+from megalith.launch.coordinator_client import CoordinatorInterrupted
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.group_exchange import (
     GroupExchangeError,
@@ -43,14 +40,13 @@ from megalith.parallel.group_exchange import (
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import build_microbatch_counts
 from megalith.plan.batch_schedule import largest_batch_size
-from megalith.plan.quorum import Decision, Epoch, QuorumLimits
+from megalith.plan.quorum import Decision, Epoch
 from megalith.plan.replica_groups import (
     SINGLE_GROUP,
     GroupAssignment,
     GroupShare,
     list_missing_samples,
 )
-from megalith.storage import StoragePath
 from megalith.train.replica_group_settings import find_own_host, list_compared_settings
 
 _log = logging.getLogger(__name__)
@@ -61,14 +57,6 @@ looks like a hang while rank 0 waits for the coordinator (heuristic)."""
 
 NUM_SHARED_REQUESTS = 2
 """Kinds of requests that are sent to all groups (`train/step.py`)."""
-
-MAX_LAG = 1 << 30
-"""Steps that a group may have missed when an epoch begins: any number, since it then loads the
-state of another participant."""
-
-CHECK_SECONDS = 10.0
-"""Interval of the checks whether the other groups have finished the run (heuristic: much longer
-than a listing of an object store takes)."""
 
 T = TypeVar("T")
 
@@ -846,33 +834,3 @@ def _broadcast_json(
 
 class FinishedRunError(Exception):
     """The other groups have finished the run while this one waited for them."""
-
-
-class FinishedRunCheck:
-    """Tells whether a run has ended, by the checkpoint of its last step; True at most once per
-    `CHECK_SECONDS`, since a check lists a folder."""
-
-    def __init__(self, checkpoints: StoragePath, last_step: int) -> None:
-        self._checkpoints, self._last_step = checkpoints, last_step
-        self._next_check = time.monotonic() + CHECK_SECONDS
-
-    def __call__(self) -> bool:
-        """Return whether the checkpoint of the last step is complete."""
-        if time.monotonic() < self._next_check:
-            return False
-        self._next_check = time.monotonic() + CHECK_SECONDS
-        return self._last_step in list_complete_checkpoints(self._checkpoints)
-
-
-def connect_coordinator(
-    config: ReplicaGroupConfig, is_finished: Callable[[], bool] = lambda: False
-) -> CoordinatorClient:
-    """Return the connection of rank 0 with the coordinator; `join` opens it. `is_finished`: ends
-    waiting for it."""
-    limits = QuorumLimits(
-        min_groups=config.min_groups,
-        max_groups=config.max_groups,
-        timeout_seconds=config.timeout_seconds,
-        max_lag=MAX_LAG,
-    )
-    return CoordinatorClient(config.coordinator, limits=limits, should_stop=is_finished)

@@ -44,8 +44,11 @@ def test_only_settings_without_a_default_are_required() -> None:
         "train.global_batch_size",
         "train.ema.decay",  # of a run that averages its weights
         "schedule.lr",
+        "replica_group.coordinator",  # of a job that trains with others
+        "replica_group.id",
         "observe.wandb.project",  # of a run that uses the tracker
         "observe.mlflow.tracking_uri",
+        "fault_injector.kind",  # of a run with an injected fault
     ]
 
 

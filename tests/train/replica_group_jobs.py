@@ -23,7 +23,7 @@ from megalith.launch.coordinator import CoordinatorServer, StateFolder
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.tiny import tiny_run
-from megalith.train import replica_groups
+from megalith.train import replica_group_settings
 from megalith.train.loop import run_training
 from megalith.train.replica_groups import GroupSums, ReplicaGroups
 from megalith.train.run_folder import RunFolder
@@ -195,7 +195,7 @@ def patch_phases(
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_groups, "CHECK_SECONDS", 1.0)
+        patch.setattr(replica_group_settings, "CHECK_SECONDS", 1.0)
         patch.setattr(ReplicaGroups, "read_batches", read)
         patch.setattr(ReplicaGroups, "sum_step", sum_watched)
         patch.setattr(ReplicaGroups, "commit", commit_watched)

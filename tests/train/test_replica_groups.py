@@ -19,10 +19,7 @@ from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, assert_close
-from megalith.train.replica_group_settings import list_compared_settings
-from megalith.train.replica_groups import (
-    connect_coordinator,
-)
+from megalith.train.replica_group_settings import connect_coordinator, list_compared_settings
 from tests.train.replica_group_jobs import (
     GroupProcesses,
     Kill,
