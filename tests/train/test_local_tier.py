@@ -341,3 +341,110 @@ def test_nan_after_a_local_checkpoint_reloads_the_persistent_one(
     assert "rolled back to the checkpoint of step 4; continuing with sample 48" in log
     assert not (killed / "suspects.jsonl").exists()
     assert rows(killed) == rows(reference)
+# --- other layouts, and asynchronous saves
+
+LAYOUTS: dict[str, dict[str, str]] = {
+    "dp": ZERO,
+    "tp": {"parallel.tp": "2", "precision.params": "bf16"},
+    "pp": {"parallel.pp": "2", "precision.params": "bf16"},
+}
+
+
+class WaitForLocalSave(Callback):
+    """Waits before the last step until this rank has a complete local checkpoint."""
+
+    name = "wait_for_local_save"
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+
+    def before_step(self, step: int, batches: Any) -> None:
+        deadline = time.monotonic() + 30
+        while step == 7 and not _local_steps(self.path, self.rank):
+            assert time.monotonic() < deadline, "no local checkpoint was completed"
+            time.sleep(0.01)
+
+
+def _wait_for_writers(path: Path) -> None:
+    """Wait until the writer processes of a run that was killed have finished their saves."""
+    deadline = time.monotonic() + 30
+    while list(path.with_name(f"{path.name}.local").glob("megalith-*/rank_*/*.tmp-*")):
+        assert time.monotonic() < deadline, "a writer process has not finished"
+        time.sleep(0.01)
+
+
+def _local_steps(path: Path, rank: int) -> list[int]:
+    """Steps of the complete local checkpoints of a rank."""
+    folders = path.with_name(f"{path.name}.local").glob(f"megalith-*/rank_{rank:05d}/step_*")
+    return [int(each.name[5:]) for each in folders if each.name[5:].isdigit()]
+
+
+def _train_runs(
+    rank: int, world: int, runs: list[tuple[Path, Mapping[str, str], int]]
+) -> list[str]:
+    """Train several runs, each with its settings and the step at which it is killed; 0: none."""
+    outcomes = []
+    for path, settings, kill_at in runs:
+        run = tiny_run(BASE | settings)
+        mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        waits = kill_at and settings.get("checkpoint.async_save") == "true"
+        callbacks: list[Callback] = [WaitForLocalSave(path, rank)] if waits else []
+        callbacks += [KillAt(kill_at)] if kill_at else []
+        try:
+            run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+            outcomes.append("done")
+        except Killed:
+            outcomes.append("killed")
+        finally:
+            logging.getLogger().handlers.clear()
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_two_ranks_resume_bitwise_under_each_layout(
+    tmp_path: Path, layout: Mapping[str, str]
+) -> None:
+    """A rank has lost its folder; saves are synchronous, and then asynchronous."""
+    names = {"sync": "false", "async": "true"}
+    settings = {
+        name: local_settings(tmp_path / name)
+        | layout
+        # while a persistent checkpoint is saved, no local one is
+        | {"checkpoint.async_save": value, "checkpoint.every": "7"}
+        for name, value in names.items()
+    }
+    runs = [(tmp_path / name, settings[name], 7) for name in names]
+    outcomes = run_ranks(_train_runs, 2, [(tmp_path / "reference", layout, 0), *runs])
+    assert outcomes == [["done", "killed", "killed"]] * 2
+    for name in names:
+        _wait_for_writers(tmp_path / name)
+        shutil.rmtree(rank_folder(tmp_path / name, 1 if name == "sync" else 0))
+    resumed = [(tmp_path / name, settings[name], 0) for name in names]
+    newest = {name: max(_local_steps(tmp_path / name, int(name == "async"))) for name in names}
+    assert newest["sync"] == 6
+    assert run_ranks(_train_runs, 2, resumed) == [["done"] * 2] * 2
+    for name, step in newest.items():
+        text = f"resuming {tmp_path / name} at step {step} from its local checkpoint"
+        assert text in log_of(tmp_path / name)
+        assert rows(tmp_path / name) == rows(tmp_path / "reference")
+        assert_last_checkpoints_equal(tmp_path / name, tmp_path / "reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "loaded"), [("dp", "tp"), ("tp", "pp"), ("pp", "dp")])
+def test_other_layout_resumes_bitwise_as_from_a_persistent_checkpoint(
+    tmp_path: Path, saved: str, loaded: str
+) -> None:
+    """The reference has a persistent checkpoint of step 6 and no local one."""
+    path, reference = tmp_path / "run", tmp_path / "reference"
+    local, persistent = local_settings(path), {"checkpoint.every": "1"}
+    runs = [(path, local | LAYOUTS[saved], 7), (reference, persistent | LAYOUTS[saved], 7)]
+    assert run_ranks(_train_runs, 2, runs) == [["killed", "killed"]] * 2
+    shutil.rmtree(rank_folder(path, 0))
+    runs = [(path, local | LAYOUTS[loaded], 0), (reference, persistent | LAYOUTS[loaded], 0)]
+    assert run_ranks(_train_runs, 2, runs) == [["done", "done"]] * 2
+    assert f"resuming {path} at step 6 from its local checkpoint" in log_of(path)
+    assert f"resuming {reference} at step 6\n" in log_of(reference)
+    assert rows(path) == rows(reference)
+    assert_last_checkpoints_equal(path, reference)
