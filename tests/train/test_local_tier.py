@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.load import open_checkpoint
-from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -173,6 +173,74 @@ def test_damaged_local_checkpoint_falls_back(killed: Path, reference: Path, dama
         assert "using the local checkpoint of step 5" in text
     assert rows(killed) == rows(reference)
     assert_last_checkpoints_equal(killed, reference)
+
+
+def _flip_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["manifest", "flipped"])
+def test_local_checkpoint_is_used_if_all_persistent_ones_are_damaged(
+    killed: Path, reference: Path, damage: str
+) -> None:
+    """The persistent one of step 4 is found damaged when it is opened, or when it is read because
+    the newer local ones are damaged too."""
+    settings = local_settings(killed) | {"checkpoint.local.keep": "3"}
+    persistent = killed / "checkpoints" / "step_0000004"
+    if damage == "manifest":
+        (persistent / "manifest.json").write_text("{}")
+        train(killed, settings)
+        text = log_of(killed)
+        assert "none of its 1 checkpoints can be used" in text
+        assert "Using the local checkpoint of step 6." in text
+        assert f"resuming {killed} at step 6 from its local checkpoint" in text
+    else:
+        _make_local_checkpoint_older(killed)
+        _flip_bit(persistent / "__0_0.distcp")
+        train(killed, settings)
+        text = log_of(killed)
+        assert "skipping checkpoint step_0000004: " in text
+        assert "Resuming from the local checkpoint of step_0000003." in text
+        assert f"resuming {killed} at step 3 from its local checkpoint" in text
+        assert persistent.with_name("step_0000004.damaged").is_dir()
+    assert rows(killed) == rows(reference)
+    assert_last_checkpoints_equal(killed, reference)
+
+
+def _make_local_checkpoint_older(path: Path) -> None:
+    """Replace the run by one whose newest local checkpoint, of step 3, is older than its persistent
+    one of step 4."""
+    shutil.rmtree(path)
+    shutil.rmtree(path.with_name(f"{path.name}.local"))
+    with pytest.raises(Killed):
+        train(path, local_settings(path) | {"checkpoint.local.every": "3"}, KillAt(6))
+    assert _local_steps(path, 0) == [3]
+
+
+def test_damaged_checkpoints_of_both_tiers_are_an_error(killed: Path) -> None:
+    (killed / "checkpoints" / "step_0000004" / "manifest.json").write_text("{}")
+    for step in (5, 6):
+        _flip_bit(rank_folder(killed) / f"step_000000{step}" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints can be used"):
+        train(killed, local_settings(killed))
+    text = "skipping the local checkpoint of step 5: step 5: box "
+    assert text in log_of(killed) and "Resuming from no checkpoint." in log_of(killed)
+
+
+def test_batch_sizes_of_samples_that_a_local_checkpoint_has_read_cannot_change(
+    killed: Path,
+) -> None:
+    """Steps 1 to 6 have read 72 samples, and the persistent checkpoint of step 4 48."""
+    settings = local_settings(killed) | {"train.global_batch_size": "24"}
+    schedule = "[{size: 12}, {samples: %s, size: 24}]"
+    with pytest.raises(ConfigError, match="The batch size can change after sample 72") as caught:
+        train(killed, settings | {"train.batch_size_schedule": schedule % 60})
+    assert "train.global_batch_size: 12 before, 24 now" in str(caught.value)
+    assert "train.batch_size_schedule: [] before, " in str(caught.value)
+    train(killed, settings | {"train.batch_size_schedule": schedule % 72})
+    assert f"resuming {killed} at step 6 from its local checkpoint" in log_of(killed)
 
 
 def test_persistent_checkpoint_that_is_newer_is_used(killed: Path, reference: Path) -> None:
