@@ -228,8 +228,19 @@ def diff(argv: list[str]) -> int:
             f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
             "1e-6."
         )
-    a, b = (open_any(find_latest_checkpoint(find_folder(name))) for name in (options.a, options.b))
-    comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
+    opened = [
+        _open_readable(find_latest_checkpoint(find_folder(name)), options.only)
+        for name in (options.a, options.b)
+    ]
+    (a, problem_a), (b, problem_b) = opened
+    problems = {
+        str(each.path): text for each, text in ((a, problem_a), (b, problem_b)) if text is not None
+    }
+    comparisons = [
+        each
+        for each in compare_checkpoints(a, b, atol=options.atol, only=options.only)
+        if not problems or each.name.startswith("model.")
+    ]
     differing = [each for each in comparisons if each.kind != "same"]
     same = len(comparisons) - len(differing)
     summary = _summarize(comparisons)
@@ -246,16 +257,39 @@ def diff(argv: list[str]) -> int:
                     asdict(each) | {"largest": _finite(each.largest)} for each in differing
                 ],
                 "summary": [asdict(each) | {"largest": _finite(each.largest)} for each in summary],
+                "problems": problems,
             }
         )
-        return int(bool(differing))
+        return int(bool(differing or problems))
     print(f"a: {a.path}, step {a.step:,}\nb: {b.path}, step {b.step:,}")
     for each in differing:
         print(f"  {each.name}: {_describe_difference(each)}")
     print(f"{same} tensors are equal, {len(differing)} differ")
     for role in summary:
         print(f"  {role.describe()}")
-    return int(bool(differing))
+    for path, problem in problems.items():
+        print(f"the optimizer state was not compared, because that of {path} cannot be read:")
+        print(f"  {problem}")
+    return int(bool(differing or problems))
+
+
+def _open_readable(path: StoragePath, only: str) -> tuple["Checkpoint", str | None]:
+    """Open a checkpoint, and return why its optimizer state cannot be read; None if it can, or if
+    `only` names none of it. The weights of a Megatron checkpoint can often be read without it.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    from megalith.hf.megatron_checkpoint import is_megatron, open_megatron
+
+    if not is_megatron(path):
+        return open_any(path), None
+    if only.startswith("model."):
+        return open_megatron(path), None
+    try:
+        return open_any(path), None
+    except CheckpointError as error:
+        return open_megatron(path), str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

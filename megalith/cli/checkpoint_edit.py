@@ -69,11 +69,10 @@ class CheckpointAverageOptions:
     """Average the weights of checkpoints of one model, in any layouts, into a new checkpoint.
     If all sources have fp32 master weights, these are averaged and cast to the weights' dtype."""
 
-    out: Positional[str]
-    """Folder to write; it must not exist."""
-    sources: Positional[tuple[str, ...]]
+    paths: Positional[tuple[str, ...]]
     """Two or more checkpoints, runs (their latest checkpoint) or Hugging Face folders, oldest
-    first. Settings and tokenizer are those of the first."""
+    first; and last the folder to write, which must not exist. Settings and tokenizer are those of
+    the first."""
     weights: str | None = None
     """Weight of each checkpoint, separated by commas: 1,2,1. Default: equal weights."""
     decay: float | None = None
@@ -87,17 +86,21 @@ class CheckpointAverageOptions:
     json: bool = False
     """Print one JSON document."""
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The checkpoints to average."""
+        return self.paths[:-1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMergeOptions:
     """Merge models that were fine-tuned from one base into a new checkpoint, by their task
     vectors: the differences to the base."""
 
-    out: Positional[str]
-    """Folder to write; it must not exist."""
-    sources: Positional[tuple[str, ...]]
-    """Checkpoints, runs (their latest checkpoint) or Hugging Face folders of fine-tuned models.
-    Settings and tokenizer are those of the first."""
+    paths: Positional[tuple[str, ...]]
+    """Checkpoints, runs (their latest checkpoint) or Hugging Face folders of fine-tuned models;
+    and last the folder to write, which must not exist. Settings and tokenizer are those of the
+    first."""
     base: str
     """The model that they were fine-tuned from."""
     method: Literal["task", "ties"] = "task"
@@ -111,6 +114,11 @@ class CheckpointMergeOptions:
     """For ties: fraction of the elements of each tensor, the largest, that are not trimmed."""
     json: bool = False
     """Print one JSON document."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The models to merge."""
+        return self.paths[:-1]
 
 
 # --- list, prune, copy
@@ -300,20 +308,43 @@ def parse_weights(text: str | None, num: int) -> list[float] | None:
     return weights
 
 
+def check_argument_order(command: str, paths: Sequence[str], options: str = "") -> None:
+    """Check that the folder to write is the last of the paths of `average` or `merge`; before
+    2026-11-28 it was the first.
+
+    Raises:
+        ConfigError: only the last of them exists, or none was given.
+    """
+    if not paths:
+        raise ConfigError(
+            f"no paths were given. Name the sources, and last the folder to write: megalith "
+            f"checkpoint {command} A B OUT."
+        )
+    exists = [any(Path(root, path).exists() for root in (".", "runs")) for path in paths]
+    if len(paths) > 1 and not exists[0] and all(exists[1:]):
+        right = " ".join(each for each in (*paths[1:], paths[0], options) if each)
+        raise ConfigError(
+            f"{paths[0]} does not exist, and {paths[-1]} does: the sources come first and the "
+            f"folder to write last, as in copy and convert. Use: megalith checkpoint {command} "
+            f"{right}."
+        )
+
+
 def average(argv: list[str]) -> int:
     """Write the average of several checkpoints."""
     options = parse_options(CheckpointAverageOptions, argv, prog="megalith checkpoint average")
+    check_argument_order("average", options.paths)
     coefficients = choose_coefficients(options)
     import torch
 
     from megalith.hf.staging import check_target
     from megalith.posttrain.average import average_models, open_models
 
-    check_target(Path(options.out))
+    check_target(Path(options.paths[-1]))
     models = open_models(options.sources)
     dtype = torch.float64 if options.accumulate == "fp64" else torch.float32
     output = average_models(models, coefficients, moments=options.moments, accumulation_dtype=dtype)
-    return _write(options.out, output, models, json=options.json)
+    return _write(options.paths[-1], output, models, json=options.json)
 
 
 def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
@@ -326,7 +357,7 @@ def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
     if num < 2:
         raise ConfigError(
             f"an average needs at least two checkpoints, and {num or 'none'} was given. Name the "
-            "folder to write first, and then the checkpoints: megalith checkpoint average OUT A B."
+            "checkpoints, and last the folder to write: megalith checkpoint average A B OUT."
         )
     if decay is not None and options.weights is not None:
         raise ConfigError(
@@ -354,17 +385,18 @@ def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
 def merge(argv: list[str]) -> int:
     """Write the merge of fine-tuned models."""
     options = parse_options(CheckpointMergeOptions, argv, prog="megalith checkpoint merge")
+    check_argument_order("merge", options.paths, f"--base {options.base}")
     weights = parse_weights(options.weights, len(options.sources)) or [1.0] * len(options.sources)
     raise_all(merge_problems(options, weights))
     from megalith.hf.staging import check_target
     from megalith.posttrain.average import open_models
     from megalith.posttrain.merge import MergeSettings, merge_models
 
-    check_target(Path(options.out))
+    check_target(Path(options.paths[-1]))
     base, *models = open_models([options.base, *options.sources])
     settings = MergeSettings(options.method, weights, options.scale, options.density)
     output = merge_models(base, models, settings)
-    return _write(options.out, output, [base, *models], json=options.json)
+    return _write(options.paths[-1], output, [base, *models], json=options.json)
 
 
 def merge_problems(options: CheckpointMergeOptions, weights: Sequence[float]) -> list[str]:
@@ -372,8 +404,8 @@ def merge_problems(options: CheckpointMergeOptions, weights: Sequence[float]) ->
     problems = []
     if not options.sources:
         problems.append(
-            "a merge needs at least one fine-tuned model, and none was given. Name the folder to "
-            "write first, and then the models: megalith checkpoint merge OUT --base BASE A B."
+            "a merge needs at least one fine-tuned model, and none was given. Name the models, and "
+            "last the folder to write: megalith checkpoint merge A B OUT --base BASE."
         )
     if not math.isfinite(options.scale):
         problems.append(f"--scale={options.scale} must be a finite number. Use for example 1.0.")
