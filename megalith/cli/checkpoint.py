@@ -208,11 +208,13 @@ def verify(argv: list[str]) -> int:
 def find_problems(path: StoragePath) -> list[str]:
     """Return all problems of one checkpoint; empty if it is intact."""
     from megalith.checkpoint.load import verify_checkpoint
+    from megalith.checkpoint.readers import mark_reading
     from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
 
     try:
         if not is_megatron(path):
-            return verify_checkpoint(path)
+            with mark_reading(path):
+                return verify_checkpoint(path)
     except CheckpointError as error:  # an interrupted save, or a format that is not read
         return [str(error)]
     return verify_megatron(path)
@@ -221,6 +223,7 @@ def find_problems(path: StoragePath) -> list[str]:
 def diff(argv: list[str]) -> int:
     """Print which tensors of two checkpoints differ, and by how much; return 1 if any does."""
     from megalith.checkpoint.inspect import compare_checkpoints
+    from megalith.checkpoint.readers import mark_reading
 
     options = parse_options(CheckpointDiffOptions, argv, prog="megalith checkpoint diff")
     if not 0 <= options.atol < math.inf:
@@ -236,11 +239,12 @@ def diff(argv: list[str]) -> int:
     problems = {
         str(each.path): text for each, text in ((a, problem_a), (b, problem_b)) if text is not None
     }
-    comparisons = [
-        each
-        for each in compare_checkpoints(a, b, atol=options.atol, only=options.only)
-        if not problems or each.name.startswith("model.")
-    ]
+    with mark_reading(a.path), mark_reading(b.path):
+        comparisons = [
+            each
+            for each in compare_checkpoints(a, b, atol=options.atol, only=options.only)
+            if not problems or each.name.startswith("model.")
+        ]
     differing = [each for each in comparisons if each.kind != "same"]
     same = len(comparisons) - len(differing)
     summary = _summarize(comparisons)

@@ -15,6 +15,7 @@ from megalith.cli.convert import show_progress
 from megalith.cli.output import print_json, print_warnings
 from megalith.config.train import list_checkpoint_folders
 from megalith.errors import CheckpointError, ConfigError, raise_all
+from megalith.object_store import StorePath
 from megalith.storage import StoragePath, parse_path
 
 if TYPE_CHECKING:  # imports torch
@@ -208,7 +209,6 @@ def prune(argv: list[str]) -> int:
     """Delete old checkpoints of a folder."""
     from megalith.checkpoint.commit import Retention
     from megalith.checkpoint.load import find_latest, open_checkpoint
-    from megalith.checkpoint.lock import lock_run
     from megalith.cli.checkpoint import find_folder
 
     options = parse_options(CheckpointPruneOptions, argv, prog="megalith checkpoint prune")
@@ -229,10 +229,7 @@ def prune(argv: list[str]) -> int:
     if options.dry_run:
         removed = retention.select_old(folder)
     else:
-        path = folder.absolute()  # "." is the checkpoints folder if that is the working folder
-        locked = path.parent if path.name == "checkpoints" else path
-        # The lock is in the folder of a run, which a store does not have.
-        with lock_run(locked) if isinstance(locked, Path) else contextlib.nullcontext():
+        with lock_checkpoints(folder):
             removed = retention.delete_old(folder)
     if options.json:
         names = [path.name for path in removed]
@@ -244,6 +241,21 @@ def prune(argv: list[str]) -> int:
     remaining = len(describe_checkpoints(folder)) - (len(removed) if options.dry_run else 0)
     print(f"{verb} {len(removed)} of {len(removed) + remaining} checkpoints in {folder}")
     return 0
+
+
+def lock_checkpoints(folder: StoragePath) -> contextlib.AbstractContextManager[object]:
+    """Return the lock of the run that has a checkpoints folder; in a store, its lease.
+
+    Raises:
+        CheckpointError: a run is in progress.
+    """
+    from megalith.checkpoint.lease import acquire_lease
+    from megalith.checkpoint.lock import lock_run
+
+    if isinstance(folder, StorePath):
+        return acquire_lease(folder, None)
+    path = folder.absolute()  # "." is the checkpoints folder if that is the working folder
+    return lock_run(path.parent if path.name == "checkpoints" else path)
 
 
 def find_last_update(checkpoint: Any) -> int | None:  # Any: Checkpoint, whose import takes a second
@@ -259,6 +271,7 @@ def copy(argv: list[str]) -> int:
     """Copy a checkpoint."""
     from megalith.checkpoint.copy import copy_checkpoint
     from megalith.checkpoint.load import open_checkpoint
+    from megalith.checkpoint.readers import mark_reading
     from megalith.cli.checkpoint import find_folder, find_latest_checkpoint
 
     options = parse_options(CheckpointCopyOptions, argv, prog="megalith checkpoint copy")
@@ -266,7 +279,7 @@ def copy(argv: list[str]) -> int:
     _reject_megatron(folder, advice="`cp -r` copies one")
     source = open_checkpoint(folder)
     total = sum(file.nbytes for file in source.manifest.files.values())
-    with show_progress(total, name="copy") as advance:
+    with mark_reading(folder), show_progress(total, name="copy") as advance:
         nbytes = copy_checkpoint(source, parse_path(options.target), on_copied=advance)
     report = {"source": str(source.path), "target": options.target, "nbytes": nbytes}
     if options.json:
@@ -429,12 +442,13 @@ def merge_problems(options: CheckpointMergeOptions, weights: Sequence[float]) ->
 
 def _write(out: str, output: "WeightsOutput", models: Sequence["Pretrained"], *, json: bool) -> int:
     """Write the checkpoint, and print what was written."""
+    from megalith.hf.pretrained import mark_sources
     from megalith.posttrain.average import write_weights
 
     for model in models:
         print_warnings(model)
     method = str(output.made_from["method"])
-    with show_progress(output.nbytes, name=method) as advance:
+    with mark_sources(models), show_progress(output.nbytes, name=method) as advance:
         nbytes = write_weights(Path(out), output, on_written=advance)
     num_tensors = sum(len(tensor.keys) for tensor in output.tensors)
     if json:

@@ -1,6 +1,7 @@
 """Sources of weights: a checkpoint, the newest checkpoint of a run, a Hugging Face folder, or
 adapters with their base model."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from megalith.checkpoint.load import (
     open_checkpoint,
 )
 from megalith.checkpoint.manifest import find_saved_again
+from megalith.checkpoint.readers import mark_reading
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
@@ -538,16 +540,26 @@ def load_weights_with_records(
     same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
-    load_weights(
-        opened,
-        entries,
-        world,
-        rules=rules,
-        vocab_size=model.vocab_size if same_vocab_size else None,
-    )
+    with mark_sources([opened] if world.rank == 0 else []):
+        load_weights(
+            opened,
+            entries,
+            world,
+            rules=rules,
+            vocab_size=model.vocab_size if same_vocab_size else None,
+        )
     return LoadedWeights(
         [*opened.warnings(), *notes], opened.force_load_balancing, opened.hf_source
     )
+
+
+def mark_sources(models: Sequence[Pretrained]) -> contextlib.ExitStack:
+    """Announce that this process reads checkpoints of other runs, until the end of `with`."""
+    marks = contextlib.ExitStack()
+    for model in models:
+        if model.checkpoint is not None:
+            marks.enter_context(mark_reading(model.checkpoint.path))
+    return marks
 
 
 def with_master_weights(checkpoint: MegatronCheckpoint, world: Group) -> MegatronCheckpoint:

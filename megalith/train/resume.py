@@ -4,6 +4,7 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megalith.checkpoint.load import (
 )
 from megalith.checkpoint.local import LocalCheckpoint, LocalTier
 from megalith.checkpoint.manifest import list_complete_checkpoints
+from megalith.checkpoint.readers import mark_reading
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
@@ -712,7 +714,9 @@ class PreparedRun:
                 self._gather_loaded_weights(forced)
                 self.print_line(f"adapters start from {run.lora.load}")
         elif self.checkpoint_source is not None:
-            fresh = self._load_checkpoint(self.checkpoint_source)
+            is_reader = self.is_writer  # rank 0 announces the reader to the other run
+            with mark_reading(self.checkpoint_source.path) if is_reader else nullcontext():
+                fresh = self._load_checkpoint(self.checkpoint_source)
             self.force_load_balancing = trained_with_forced_balancing(
                 self.checkpoint_source, run.model
             )
