@@ -384,7 +384,7 @@ def find_folder(name: str) -> StoragePath:
 
     runs, given = Path("runs"), parse_path(name)
     if isinstance(given, StorePath):
-        return given
+        return _find_in_store(given)
     for path in (given, runs / name):
         if path.is_dir():
             return path
@@ -401,6 +401,25 @@ def find_folder(name: str) -> StoragePath:
         f"{name}: no such folder, neither in the working directory nor in {runs}/.{advice} Use a "
         "step_NNNNNNN folder, or a run."
     )
+
+
+def _find_in_store(path: StorePath) -> StoragePath:
+    """Return a URL of checkpoints as it is, and of a Megatron folder a local copy.
+
+    Raises:
+        CheckpointError: the store cannot be read, or it is a Hugging Face folder.
+    """
+    from megalith.hf.store_source import download_foreign_folder, is_hugging_face
+
+    try:
+        if is_hugging_face(path):
+            raise CheckpointError(
+                f"{path} is a Hugging Face model, not a checkpoint. Convert it first: megalith "
+                f"convert {path} OUT --to megalith."
+            )
+        return download_foreign_folder(path) or path
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
 
 
 def list_checkpoints(path: StoragePath) -> list[StoragePath]:

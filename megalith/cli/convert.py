@@ -27,6 +27,7 @@ from megalith.config.data import FILES
 from megalith.config.moe import MoEConfig
 from megalith.config.tree import load_yaml
 from megalith.errors import CheckpointError, ConfigError, raise_all
+from megalith.object_store import is_url
 from megalith.storage import StoragePath
 
 if TYPE_CHECKING:  # keep --help free of the torch import
@@ -309,6 +310,8 @@ def _locate_source(options: ConvertOptions) -> StoragePath:
 
     if options.step is None:
         return locate_source(options.source)
+    if is_url(options.source):
+        return locate_source(f"{options.source.rstrip('/')}/iter_{options.step:07d}")
     path = locate_megatron(Path(options.source), options.step)
     if path is None:
         raise ConfigError(

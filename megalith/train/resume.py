@@ -53,6 +53,7 @@ from megalith.hf.pretrained import (
     FORCE_LOAD_BALANCING,
     HF_SOURCE,
     check_same_model,
+    check_source_on_machine,
     load_weights_with_records,
     locate_source,
     open_pretrained_checkpoint,
@@ -116,6 +117,7 @@ def open_checkpoint_source(
         return None
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
+    raise_on_all_ranks(lambda: check_source_on_machine(source, path), world)
     settings = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
     opened: list[Checkpoint] = []
     raise_on_all_ranks(
