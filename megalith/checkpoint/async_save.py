@@ -304,7 +304,7 @@ class AsyncSaver:
         self._copy_port: int | None = None
         """Where the writer receives copies, once it has reported it."""
         self._copy_writer: WriterProcess | None = None
-        """The writer that was told to receive copies."""
+        """The writer that serves a port for copies."""
         self._digests: tuple[str, ...] = ()
         """Plans of all ranks for which `_metadata` was computed."""
         self._plan = plan_staging(entries)

@@ -77,13 +77,13 @@ def _lose_each(rank: int, world: int, path: Path, lost: tuple[int, ...]) -> tupl
     return load(tier, group)
 
 
-def test_writer_that_starts_late_is_told_once_to_receive_copies(
+def test_writer_that_starts_late_opens_one_port_for_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second server would have another port than the one that peers were told."""
+    """A second server would have another port than the one that peers send to."""
     commands: list[object] = []
 
-    class Writer:
+    class LateWriterProcess:
         """Writer process that starts after the local tier is served."""
 
         def __init__(self, *_: object) -> None:
@@ -92,7 +92,7 @@ def test_writer_that_starts_late_is_told_once_to_receive_copies(
         send = staticmethod(commands.append)
 
     is_served = threading.Event()
-    monkeypatch.setattr(async_save, "WriterProcess", Writer)
+    monkeypatch.setattr(async_save, "WriterProcess", LateWriterProcess)
     saver = AsyncSaver(build_entries(0, 1), ALONE, CPU)
     saver.serve_local(open_tier(tmp_path, ALONE))
     is_served.set()
