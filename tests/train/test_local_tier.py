@@ -410,6 +410,8 @@ def test_nan_after_a_local_checkpoint_reloads_the_persistent_one(
     assert "rolled back to the checkpoint of step 4; continuing with sample 48" in log
     assert not (killed / "suspects.jsonl").exists()
     assert rows(killed) == rows(reference)
+
+
 # --- other layouts, and asynchronous saves
 
 LAYOUTS: dict[str, dict[str, str]] = {
