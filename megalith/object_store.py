@@ -66,6 +66,9 @@ _CREDENTIAL_ERRORS = (
 """Names of the exceptions of botocore, google-auth and azure-core for missing credentials, which
 have no common base class."""
 
+_EXISTS = "PreconditionFailed", "pre-conditions", "ResourceExistsError", "conditionNotMet"
+"""Parts of the errors of S3, Google Cloud Storage and Azure for an object that exists."""
+
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|CONNECTION_STRING")
 _SIGNATURE = re.compile(
     r"((?:X-Amz-\w+|X-Goog-\w+|sig|Signature|AccountKey|AWSAccessKeyId)(?:=|%3D))[^&\s'\";]+", re.I
@@ -230,6 +233,10 @@ class StoreClient(Protocol):
     def put(self, key: str, data: memoryview) -> None:
         """Store an object with one request."""
 
+    def create(self, key: str, data: memoryview) -> None:
+        """Store an object that does not exist; FileExistsError: it does; NotImplementedError: the
+        store cannot do that with one request."""
+
     def begin_upload(self, key: str) -> StoreUpload:
         """Begin to upload an object in parts."""
 
@@ -298,6 +305,20 @@ class FsspecClient:
     def put(self, key: str, data: memoryview) -> None:
         """Store an object with one request."""
         self._file_system.pipe_file(key, bytes(data))
+
+    def create(self, key: str, data: memoryview) -> None:
+        """Store an object that does not exist."""
+        try:
+            self._file_system.pipe_file(key, bytes(data), mode="create")
+        except TypeError:
+            raise NotImplementedError from None  # an implementation without this parameter
+        except Exception as error:  # each client has exceptions of its own
+            texts = str(error), type(error).__name__
+            if any(word in text for word in _EXISTS for text in texts):
+                raise FileExistsError(key) from error
+            if any("NotImplemented" in text for text in texts):
+                raise NotImplementedError from error
+            raise
 
     def begin_upload(self, key: str) -> StoreUpload:
         """Begin to upload an object in parts."""
@@ -554,6 +575,37 @@ def put_object(path: StorePath, data: bytes | bytearray | memoryview | mmap.mmap
             )
 
     _call(path, "writing an object", put)
+
+
+def create_object(path: StorePath, data: bytes) -> bool:
+    """Store an object if there is none; return whether it was stored. After an error of the
+    connection, the object that exists may be this one. Warns if the store has no request for this.
+
+    Raises:
+        OSError: the store cannot be used.
+    """
+
+    def create(client: StoreClient) -> bool:
+        try:
+            client.create(path.url, memoryview(data))
+        except FileExistsError:
+            return False
+        except NotImplementedError:
+            _log.warning(
+                "%s:// has no conditional requests: two processes that begin at the same time may "
+                "both believe that they have created %s",
+                path.scheme,
+                path,
+            )
+            try:
+                client.count_bytes(path.url)
+            except FileNotFoundError:
+                client.put(path.url, memoryview(data))
+                return True
+            return False
+        return True
+
+    return _call(path, "creating an object", create)
 
 
 def _upload(client: StoreClient, key: str, data: memoryview) -> None:

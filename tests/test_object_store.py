@@ -203,6 +203,10 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.slow
 def test_requests_through_s3fs(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_requests(parse_url("s3://models/run"), monkeypatch)
+    lease = parse_url("s3://models/run/lease.json")
+    assert object_store.create_object(lease, b"first")
+    assert not object_store.create_object(lease, b"second")
+    assert storage.read_bytes(lease) == b"first"
     assert "Uploads" not in s3_server.list_multipart_uploads(Bucket="models")
     with pytest.raises(CheckpointError, match="the bucket missing does not exist"):
         storage.check_writable(parse_url("s3://missing/run"), "checkpoint.folder")

@@ -303,6 +303,8 @@ class AsyncSaver:
         """Of the connections between writers."""
         self._copy_port: int | None = None
         """Where the writer receives copies, once it has reported it."""
+        self._copy_writer: WriterProcess | None = None
+        """The writer that serves a port for copies."""
         self._digests: tuple[str, ...] = ()
         """Plans of all ranks for which `_metadata` was computed."""
         self._plan = plan_staging(entries)
@@ -338,8 +340,7 @@ class AsyncSaver:
             writer = WriterProcess(region, self._settings)
             self._writer, self._copy_port = writer, None
             writer.send(self._plan.write_plan)
-            if self._local_tier is not None:
-                writer.send(ServeCopies(self._local_tier.copy_host, self._secret))
+            self._send_copy_server()
         except (OSError, CheckpointError) as error:
             _log.warning("the writer process of asynchronous saves cannot be started: %s", error)
 
@@ -414,8 +415,13 @@ class AsyncSaver:
         self._thread.submit(self._send_copy_server)
 
     def _send_copy_server(self) -> None:
-        if self._writer is not None and self._local_tier is not None:
-            self._writer.send(ServeCopies(self._local_tier.copy_host, self._secret))
+        """Let the writer receive copies; in the staging thread. Once per writer: copies that are
+        sent to the port of an earlier server would not be expected there."""
+        if self._writer in (None, self._copy_writer) or self._local_tier is None:
+            return
+        assert self._writer is not None, "checked above"
+        self._copy_writer = self._writer
+        self._writer.send(ServeCopies(self._local_tier.copy_host, self._secret))
 
     def begin_local(
         self,

@@ -33,6 +33,7 @@ from megalith.checkpoint.manifest import (
     sha256,
     step_folders,
 )
+from megalith.checkpoint.readers import list_being_read, remove_stale_markers
 from megalith.object_store import StorePath
 from megalith.storage import StoragePath
 
@@ -176,7 +177,8 @@ _LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Which complete checkpoints are not deleted: the newest `keep` (None: all), multiples of
-    `keep_every`, `best_steps`, pinned ones, links, and the newest before the run diverged."""
+    `keep_every`, `best_steps`, pinned ones, links, those that another process reads, and the newest
+    before the run diverged."""
 
     keep: int | None = None
     keep_every: int | None = None
@@ -204,7 +206,7 @@ class Retention:
         complete, last = list_complete_checkpoints(folder), self.last_update
         last_good = max((step for step in complete if last is None or step <= last), default=None)
         kept = {last_good, *self._select_for_rollback(complete)}
-        return [
+        old = [
             complete[step]
             for step in _to_delete(complete, self.keep, self.keep_every)
             if step not in kept
@@ -212,6 +214,8 @@ class Retention:
             and not storage.is_link(complete[step])
             and not storage.exists(complete[step] / PIN)
         ]
+        being_read = list_being_read(folder) if old else set()
+        return [path for path in old if path.name not in being_read]
 
     def _select_for_rollback(self, steps: Iterable[int]) -> set[int]:
         """Return the steps of the checkpoints that rollbacks may need, now or later."""
@@ -363,6 +367,7 @@ def remove_leftovers(folder: StoragePath) -> list[StoragePath]:
     hold the run's lock and must not have saved yet, so that no save is in progress. Returns the
     changed folders.
     """
+    remove_stale_markers(folder)
     if isinstance(folder, StorePath):
         return list(_remove_leftover_prefixes(folder))
     names = storage.list_names(folder)

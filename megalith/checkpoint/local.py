@@ -375,9 +375,9 @@ class LocalTier:
                 source=source,
                 device=self._device,
             )
-            sink = _CopyFile(staging / box_file(source))
+            own_file, sink = _OwnFile(staging / name), _CopyFile(staging / box_file(source))
             exchange_bytes(
-                lambda start, stop: storage.read_range(staging / name, start, stop - start),
+                own_file.read,
                 lengths[world.rank][1],
                 sink.write,
                 lengths[source][1],
@@ -387,8 +387,11 @@ class LocalTier:
                 device=self._device,
             )
             copy_problem = sink.close()
-            problem = problem or copy_problem
-            parts[source] = parse_part(bytes(received), staging / f"table of rank {source}")
+            problem = problem or own_file.problem or copy_problem
+            try:
+                parts[source] = parse_part(bytes(received), staging / f"table of rank {source}")
+            except CheckpointError as error:
+                problem = problem or str(error)
         return problem
 
     def delete_old(self, step: int) -> None:
@@ -627,8 +630,14 @@ class LocalCheckpoint(Checkpoint):
         report_progress: Callable[[], None] | None,
     ) -> list[BoxRead]:
         """Execute this rank's part of a plan, one box at a time; return the boxes that it received
-        damaged."""
+        damaged.
+
+        Raises:
+            CheckpointError: a box with the right hash is not a tensor; after all messages, because
+                other ranks wait for them.
+        """
         world, device, failed = self.tier._world, self.tier._device, []
+        problem: CheckpointError | None = None
         stored_boxes = {
             (key, stored.box): stored
             for key, tensor in self.manifest.tensors.items()
@@ -650,7 +659,12 @@ class LocalCheckpoint(Checkpoint):
             elif sha256(data) != stored.sha256:
                 failed.append(read)
             else:
-                self._fill_pieces(read, stored, data, wanted[read.key])
+                try:
+                    self._fill_pieces(read, stored, data, wanted[read.key])
+                except CheckpointError as error:
+                    problem = problem or error
+        if problem is not None:
+            raise problem
         return failed
 
     def _fill_pieces(
@@ -778,6 +792,28 @@ def _write_own(
     return len(dump_part(own[0])), sum(file.nbytes for file in written.files.values())
 
 
+class _OwnFile:
+    """File of this rank's boxes, as it is sent. A read error is kept, and zeros are sent, because
+    other ranks receive."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.problem = ""
+        """The read error; empty if there was none."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop)."""
+        data = b""
+        try:
+            data = storage.read_range(self._path, start, stop - start)
+            reason = "it is too short" if len(data) < stop - start else ""
+        except OSError as error:
+            reason = str(error.strerror)
+        if reason:
+            self.problem = self.problem or f"{self._path} cannot be read ({reason})."
+        return data.ljust(stop - start, b"\0")
+
+
 class _CopyFile:
     """File of the boxes of another rank. A write error is kept until `close`."""
 
@@ -847,7 +883,7 @@ def _read_padded(path: Path, stored: StoredBox) -> memoryview:
     """Return the bytes of a box; zeros, whose hash differs, where they cannot be read."""
     try:
         data = storage.mapped(path / stored.file, stored.offset, stored.nbytes)
-    except OSError:
+    except (OSError, ValueError):  # mmap raises ValueError if the file was truncated meanwhile
         data = memoryview(b"")
     return data if len(data) == stored.nbytes else memoryview(bytes(stored.nbytes))
 

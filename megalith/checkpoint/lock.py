@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from megalith import storage
 from megalith.errors import CheckpointError
@@ -43,17 +44,33 @@ class LockHolder:
     """Start time of the process in kernel ticks, which distinguishes processes with a reused id."""
 
 
+class HeldLease(Protocol):
+    """Lease of another folder that the run writes to."""
+
+    def check(self) -> None:
+        """Check that this process still holds it."""
+
+    def release(self) -> None:
+        """Give it up."""
+
+
 class RunLock:
     """Lock of a run folder, until `release` or the end of this process."""
 
     def __init__(self, folder: Path, holder: LockHolder) -> None:
         self.path, self.holder = folder / NAME, holder
+        self._leases: list[HeldLease] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
 
+    def add_lease(self, lease: HeldLease) -> None:
+        """Check and release a lease with the lock."""
+        self._leases.append(lease)
+
     def check(self) -> None:
-        """Check that this process still holds the lock, for example after it was suspended.
+        """Check that this process still holds the lock and its leases, for example after it was
+        suspended.
 
         Raises:
             CheckpointError: the lock names another process, is gone, or cannot be read.
@@ -67,6 +84,8 @@ class RunLock:
                 "--run."
             ) from error
         if holder == self.holder:
+            for lease in self._leases:
+                lease.check()
             return
         by = (
             "was deleted or overwritten"
@@ -80,7 +99,9 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Stop the heartbeat and remove the lock file."""
+        """Release the leases, stop the heartbeat and remove the lock file."""
+        while self._leases:
+            self._leases.pop().release()
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(FileNotFoundError), _locked_holder(self.path) as holder:
@@ -105,6 +126,12 @@ class RunLock:
         self.release()
 
 
+def create_holder() -> LockHolder:
+    """Return a new holder: this process, with an id of its own."""
+    pid = os.getpid()
+    return LockHolder(secrets.token_hex(8), socket.gethostname(), _machine(), pid, _started(pid))
+
+
 def lock_run(folder: Path) -> RunLock:
     """Lock the run folder for this process, creating it if necessary; released at the end of
     `with`.
@@ -125,13 +152,7 @@ def lock_run(folder: Path) -> RunLock:
                     old_holder.pid,
                     old_holder.host,
                 )
-            holder = LockHolder(
-                secrets.token_hex(8),
-                socket.gethostname(),
-                _machine(),
-                os.getpid(),
-                _started(os.getpid()),
-            )
+            holder = create_holder()
             storage.replace_file(path, json.dumps(asdict(holder)).encode())
         return RunLock(folder, holder)
     except OSError as error:
@@ -145,13 +166,13 @@ def _check_holder_is_dead(folder: Path, holder: LockHolder) -> None:
     """Raise if the process that holds the lock is alive, or may be."""
     who = f"{folder} is in use by process {holder.pid} on {holder.host}"
     if holder.machine == _machine():
-        if _is_running(holder):
+        if is_running(holder):
             raise CheckpointError(
                 f"{who}. Stop that process first, or choose another folder with --run. (lock: "
                 f"{folder / NAME})"
             )
         return
-    silent = _silence_s(folder / NAME)
+    silent = measure_silence(folder / NAME)
     if silent < SILENT_S:
         raise CheckpointError(
             f"{who}, heard of {max(silent, 0):.0f} s ago. Stop that run, or choose another folder "
@@ -174,13 +195,13 @@ def find_running_process(folder: Path) -> LockHolder:
     if holder is None:
         raise CheckpointError(f"{folder} is not running: it has no {NAME}. {again}.")
     if holder.machine == _machine():
-        if not _is_running(holder):
+        if not is_running(holder):
             raise CheckpointError(
                 f"{folder} is not running: process {holder.pid} on {holder.host}, which holds its "
                 f"lock, has ended. {again}."
             )
         return holder
-    if (silent := _silence_s(path)) >= SILENT_S:
+    if (silent := measure_silence(path)) >= SILENT_S:
         raise CheckpointError(
             f"{folder} is not running: process {holder.pid} on {holder.host} was last heard of "
             f"{silent:.0f} s ago, and writes a heartbeat every {BEAT_S:.0f} s. {again}, or check "
@@ -226,7 +247,13 @@ def _read(path: Path) -> LockHolder | None:
         return None
 
 
-def _is_running(holder: LockHolder) -> bool:
+def is_this_machine(holder: LockHolder) -> bool:
+    """Return whether a process is of this machine, so that `is_running` is meaningful."""
+    return holder.machine == _machine()
+
+
+def is_running(holder: LockHolder) -> bool:
+    """Return whether a process of this machine is alive."""
     if not Path("/proc/self/stat").exists():  # not Linux: only the process id is checked
         try:
             os.kill(holder.pid, 0)
@@ -259,7 +286,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _silence_s(path: Path) -> float:
+def measure_silence(path: Path) -> float:
     """Return the seconds since the last heartbeat by the clock of the disk, since machines' clocks
     may differ."""
     probe = path.with_name(f"{path.name}.probe-{secrets.token_hex(4)}")

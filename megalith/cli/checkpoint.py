@@ -208,11 +208,13 @@ def verify(argv: list[str]) -> int:
 def find_problems(path: StoragePath) -> list[str]:
     """Return all problems of one checkpoint; empty if it is intact."""
     from megalith.checkpoint.load import verify_checkpoint
+    from megalith.checkpoint.readers import mark_reading
     from megalith.hf.megatron_checkpoint import is_megatron, verify_megatron
 
     try:
         if not is_megatron(path):
-            return verify_checkpoint(path)
+            with mark_reading(path):
+                return verify_checkpoint(path)
     except CheckpointError as error:  # an interrupted save, or a format that is not read
         return [str(error)]
     return verify_megatron(path)
@@ -221,6 +223,7 @@ def find_problems(path: StoragePath) -> list[str]:
 def diff(argv: list[str]) -> int:
     """Print which tensors of two checkpoints differ, and by how much; return 1 if any does."""
     from megalith.checkpoint.inspect import compare_checkpoints
+    from megalith.checkpoint.readers import mark_reading
 
     options = parse_options(CheckpointDiffOptions, argv, prog="megalith checkpoint diff")
     if not 0 <= options.atol < math.inf:
@@ -228,8 +231,20 @@ def diff(argv: list[str]) -> int:
             f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
             "1e-6."
         )
-    a, b = (open_any(find_latest_checkpoint(find_folder(name))) for name in (options.a, options.b))
-    comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
+    opened = [
+        _open_readable(find_latest_checkpoint(find_folder(name)), options.only)
+        for name in (options.a, options.b)
+    ]
+    (a, problem_a), (b, problem_b) = opened
+    problems = {
+        str(each.path): text for each, text in ((a, problem_a), (b, problem_b)) if text is not None
+    }
+    with mark_reading(a.path), mark_reading(b.path):
+        comparisons = [
+            each
+            for each in compare_checkpoints(a, b, atol=options.atol, only=options.only)
+            if not problems or each.name.startswith("model.")
+        ]
     differing = [each for each in comparisons if each.kind != "same"]
     same = len(comparisons) - len(differing)
     summary = _summarize(comparisons)
@@ -246,16 +261,39 @@ def diff(argv: list[str]) -> int:
                     asdict(each) | {"largest": _finite(each.largest)} for each in differing
                 ],
                 "summary": [asdict(each) | {"largest": _finite(each.largest)} for each in summary],
+                "problems": problems,
             }
         )
-        return int(bool(differing))
+        return int(bool(differing or problems))
     print(f"a: {a.path}, step {a.step:,}\nb: {b.path}, step {b.step:,}")
     for each in differing:
         print(f"  {each.name}: {_describe_difference(each)}")
     print(f"{same} tensors are equal, {len(differing)} differ")
     for role in summary:
         print(f"  {role.describe()}")
-    return int(bool(differing))
+    for path, problem in problems.items():
+        print(f"the optimizer state was not compared, because that of {path} cannot be read:")
+        print(f"  {problem}")
+    return int(bool(differing or problems))
+
+
+def _open_readable(path: StoragePath, only: str) -> tuple["Checkpoint", str | None]:
+    """Open a checkpoint, and return why its optimizer state cannot be read; None if it can, or if
+    `only` names none of it. The weights of a Megatron checkpoint can often be read without it.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    from megalith.hf.megatron_checkpoint import is_megatron, open_megatron
+
+    if not is_megatron(path):
+        return open_any(path), None
+    if only.startswith("model."):
+        return open_megatron(path), None
+    try:
+        return open_any(path), None
+    except CheckpointError as error:
+        return open_megatron(path), str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +384,7 @@ def find_folder(name: str) -> StoragePath:
 
     runs, given = Path("runs"), parse_path(name)
     if isinstance(given, StorePath):
-        return given
+        return _find_in_store(given)
     for path in (given, runs / name):
         if path.is_dir():
             return path
@@ -363,6 +401,25 @@ def find_folder(name: str) -> StoragePath:
         f"{name}: no such folder, neither in the working directory nor in {runs}/.{advice} Use a "
         "step_NNNNNNN folder, or a run."
     )
+
+
+def _find_in_store(path: StorePath) -> StoragePath:
+    """Return a URL of checkpoints as it is, and of a Megatron folder a local copy.
+
+    Raises:
+        CheckpointError: the store cannot be read, or it is a Hugging Face folder.
+    """
+    from megalith.hf.store_source import download_foreign_folder, is_hugging_face
+
+    try:
+        if is_hugging_face(path):
+            raise CheckpointError(
+                f"{path} is a Hugging Face model, not a checkpoint. Convert it first: megalith "
+                f"convert {path} OUT --to megalith."
+            )
+        return download_foreign_folder(path) or path
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
 
 
 def list_checkpoints(path: StoragePath) -> list[StoragePath]:

@@ -15,6 +15,7 @@ from megalith.cli.convert import show_progress
 from megalith.cli.output import print_json, print_warnings
 from megalith.config.train import list_checkpoint_folders
 from megalith.errors import CheckpointError, ConfigError, raise_all
+from megalith.object_store import StorePath
 from megalith.storage import StoragePath, parse_path
 
 if TYPE_CHECKING:  # imports torch
@@ -69,11 +70,10 @@ class CheckpointAverageOptions:
     """Average the weights of checkpoints of one model, in any layouts, into a new checkpoint.
     If all sources have fp32 master weights, these are averaged and cast to the weights' dtype."""
 
-    out: Positional[str]
-    """Folder to write; it must not exist."""
-    sources: Positional[tuple[str, ...]]
+    paths: Positional[tuple[str, ...]]
     """Two or more checkpoints, runs (their latest checkpoint) or Hugging Face folders, oldest
-    first. Settings and tokenizer are those of the first."""
+    first; and last the folder to write, which must not exist. Settings and tokenizer are those of
+    the first."""
     weights: str | None = None
     """Weight of each checkpoint, separated by commas: 1,2,1. Default: equal weights."""
     decay: float | None = None
@@ -87,17 +87,21 @@ class CheckpointAverageOptions:
     json: bool = False
     """Print one JSON document."""
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The checkpoints to average."""
+        return self.paths[:-1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMergeOptions:
     """Merge models that were fine-tuned from one base into a new checkpoint, by their task
     vectors: the differences to the base."""
 
-    out: Positional[str]
-    """Folder to write; it must not exist."""
-    sources: Positional[tuple[str, ...]]
-    """Checkpoints, runs (their latest checkpoint) or Hugging Face folders of fine-tuned models.
-    Settings and tokenizer are those of the first."""
+    paths: Positional[tuple[str, ...]]
+    """Checkpoints, runs (their latest checkpoint) or Hugging Face folders of fine-tuned models;
+    and last the folder to write, which must not exist. Settings and tokenizer are those of the
+    first."""
     base: str
     """The model that they were fine-tuned from."""
     method: Literal["task", "ties"] = "task"
@@ -111,6 +115,11 @@ class CheckpointMergeOptions:
     """For ties: fraction of the elements of each tensor, the largest, that are not trimmed."""
     json: bool = False
     """Print one JSON document."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The models to merge."""
+        return self.paths[:-1]
 
 
 # --- list, prune, copy
@@ -200,7 +209,6 @@ def prune(argv: list[str]) -> int:
     """Delete old checkpoints of a folder."""
     from megalith.checkpoint.commit import Retention
     from megalith.checkpoint.load import find_latest, open_checkpoint
-    from megalith.checkpoint.lock import lock_run
     from megalith.cli.checkpoint import find_folder
 
     options = parse_options(CheckpointPruneOptions, argv, prog="megalith checkpoint prune")
@@ -221,10 +229,7 @@ def prune(argv: list[str]) -> int:
     if options.dry_run:
         removed = retention.select_old(folder)
     else:
-        path = folder.absolute()  # "." is the checkpoints folder if that is the working folder
-        locked = path.parent if path.name == "checkpoints" else path
-        # The lock is in the folder of a run, which a store does not have.
-        with lock_run(locked) if isinstance(locked, Path) else contextlib.nullcontext():
+        with lock_checkpoints(folder):
             removed = retention.delete_old(folder)
     if options.json:
         names = [path.name for path in removed]
@@ -236,6 +241,21 @@ def prune(argv: list[str]) -> int:
     remaining = len(describe_checkpoints(folder)) - (len(removed) if options.dry_run else 0)
     print(f"{verb} {len(removed)} of {len(removed) + remaining} checkpoints in {folder}")
     return 0
+
+
+def lock_checkpoints(folder: StoragePath) -> contextlib.AbstractContextManager[object]:
+    """Return the lock of the run that has a checkpoints folder; in a store, its lease.
+
+    Raises:
+        CheckpointError: a run is in progress.
+    """
+    from megalith.checkpoint.lease import acquire_lease
+    from megalith.checkpoint.lock import lock_run
+
+    if isinstance(folder, StorePath):
+        return acquire_lease(folder, None)
+    path = folder.absolute()  # "." is the checkpoints folder if that is the working folder
+    return lock_run(path.parent if path.name == "checkpoints" else path)
 
 
 def find_last_update(checkpoint: Any) -> int | None:  # Any: Checkpoint, whose import takes a second
@@ -251,6 +271,7 @@ def copy(argv: list[str]) -> int:
     """Copy a checkpoint."""
     from megalith.checkpoint.copy import copy_checkpoint
     from megalith.checkpoint.load import open_checkpoint
+    from megalith.checkpoint.readers import mark_reading
     from megalith.cli.checkpoint import find_folder, find_latest_checkpoint
 
     options = parse_options(CheckpointCopyOptions, argv, prog="megalith checkpoint copy")
@@ -258,7 +279,7 @@ def copy(argv: list[str]) -> int:
     _reject_megatron(folder, advice="`cp -r` copies one")
     source = open_checkpoint(folder)
     total = sum(file.nbytes for file in source.manifest.files.values())
-    with show_progress(total, name="copy") as advance:
+    with mark_reading(folder), show_progress(total, name="copy") as advance:
         nbytes = copy_checkpoint(source, parse_path(options.target), on_copied=advance)
     report = {"source": str(source.path), "target": options.target, "nbytes": nbytes}
     if options.json:
@@ -300,20 +321,43 @@ def parse_weights(text: str | None, num: int) -> list[float] | None:
     return weights
 
 
+def check_argument_order(command: str, paths: Sequence[str], options: str = "") -> None:
+    """Check that the folder to write is the last of the paths of `average` or `merge`; before
+    2026-11-28 it was the first.
+
+    Raises:
+        ConfigError: only the last of them exists, or none was given.
+    """
+    if not paths:
+        raise ConfigError(
+            f"no paths were given. Name the sources, and last the folder to write: megalith "
+            f"checkpoint {command} A B OUT."
+        )
+    exists = [any(Path(root, path).exists() for root in (".", "runs")) for path in paths]
+    if len(paths) > 1 and not exists[0] and all(exists[1:]):
+        right = " ".join(each for each in (*paths[1:], paths[0], options) if each)
+        raise ConfigError(
+            f"{paths[0]} does not exist, and {paths[-1]} does: the sources come first and the "
+            f"folder to write last, as in copy and convert. Use: megalith checkpoint {command} "
+            f"{right}."
+        )
+
+
 def average(argv: list[str]) -> int:
     """Write the average of several checkpoints."""
     options = parse_options(CheckpointAverageOptions, argv, prog="megalith checkpoint average")
+    check_argument_order("average", options.paths)
     coefficients = choose_coefficients(options)
     import torch
 
     from megalith.hf.staging import check_target
     from megalith.posttrain.average import average_models, open_models
 
-    check_target(Path(options.out))
+    check_target(Path(options.paths[-1]))
     models = open_models(options.sources)
     dtype = torch.float64 if options.accumulate == "fp64" else torch.float32
     output = average_models(models, coefficients, moments=options.moments, accumulation_dtype=dtype)
-    return _write(options.out, output, models, json=options.json)
+    return _write(options.paths[-1], output, models, json=options.json)
 
 
 def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
@@ -326,7 +370,7 @@ def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
     if num < 2:
         raise ConfigError(
             f"an average needs at least two checkpoints, and {num or 'none'} was given. Name the "
-            "folder to write first, and then the checkpoints: megalith checkpoint average OUT A B."
+            "checkpoints, and last the folder to write: megalith checkpoint average A B OUT."
         )
     if decay is not None and options.weights is not None:
         raise ConfigError(
@@ -354,17 +398,18 @@ def choose_coefficients(options: CheckpointAverageOptions) -> list[float]:
 def merge(argv: list[str]) -> int:
     """Write the merge of fine-tuned models."""
     options = parse_options(CheckpointMergeOptions, argv, prog="megalith checkpoint merge")
+    check_argument_order("merge", options.paths, f"--base {options.base}")
     weights = parse_weights(options.weights, len(options.sources)) or [1.0] * len(options.sources)
     raise_all(merge_problems(options, weights))
     from megalith.hf.staging import check_target
     from megalith.posttrain.average import open_models
     from megalith.posttrain.merge import MergeSettings, merge_models
 
-    check_target(Path(options.out))
+    check_target(Path(options.paths[-1]))
     base, *models = open_models([options.base, *options.sources])
     settings = MergeSettings(options.method, weights, options.scale, options.density)
     output = merge_models(base, models, settings)
-    return _write(options.out, output, [base, *models], json=options.json)
+    return _write(options.paths[-1], output, [base, *models], json=options.json)
 
 
 def merge_problems(options: CheckpointMergeOptions, weights: Sequence[float]) -> list[str]:
@@ -372,8 +417,8 @@ def merge_problems(options: CheckpointMergeOptions, weights: Sequence[float]) ->
     problems = []
     if not options.sources:
         problems.append(
-            "a merge needs at least one fine-tuned model, and none was given. Name the folder to "
-            "write first, and then the models: megalith checkpoint merge OUT --base BASE A B."
+            "a merge needs at least one fine-tuned model, and none was given. Name the models, and "
+            "last the folder to write: megalith checkpoint merge A B OUT --base BASE."
         )
     if not math.isfinite(options.scale):
         problems.append(f"--scale={options.scale} must be a finite number. Use for example 1.0.")
@@ -397,12 +442,13 @@ def merge_problems(options: CheckpointMergeOptions, weights: Sequence[float]) ->
 
 def _write(out: str, output: "WeightsOutput", models: Sequence["Pretrained"], *, json: bool) -> int:
     """Write the checkpoint, and print what was written."""
+    from megalith.hf.pretrained import mark_sources
     from megalith.posttrain.average import write_weights
 
     for model in models:
         print_warnings(model)
     method = str(output.made_from["method"])
-    with show_progress(output.nbytes, name=method) as advance:
+    with mark_sources(models), show_progress(output.nbytes, name=method) as advance:
         nbytes = write_weights(Path(out), output, on_written=advance)
     num_tensors = sum(len(tensor.keys) for tensor in output.tensors)
     if json:

@@ -27,6 +27,7 @@ from megalith.config.data import FILES
 from megalith.config.moe import MoEConfig
 from megalith.config.tree import load_yaml
 from megalith.errors import CheckpointError, ConfigError, raise_all
+from megalith.object_store import is_url
 from megalith.storage import StoragePath
 
 if TYPE_CHECKING:  # keep --help free of the torch import
@@ -147,7 +148,7 @@ def main(argv: list[str]) -> int:
         list_written_tensors,
         plan_moves,
     )
-    from megalith.hf.pretrained import find_export_family
+    from megalith.hf.pretrained import find_export_family, mark_sources
     from megalith.hf.staging import Attempt, ConversionOptions, check_target
     from megalith.posttrain.export import plan_peft, plan_peft_moves, write_peft
     from megalith.posttrain.upcycle import describe_upcycled_sources, stored_weights
@@ -175,7 +176,7 @@ def main(argv: list[str]) -> int:
             source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows
         )
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
-        with show_progress(nbytes) as advance:
+        with mark_sources([source]), show_progress(nbytes) as advance:
             writing = ConversionOptions(dtype, advance, options.workers, attempt)
             nbytes = convert(source, target, to, writing, shard_nbytes=largest)
     report = {
@@ -225,6 +226,7 @@ def convert_to_megatron(
     """Write a Megatron checkpoint, unless --dry-run is given, and print the result."""
     from megalith.hf.convert import build_recipe, list_written_tensors
     from megalith.hf.megatron_write import plan_export, plan_megatron_moves, write_megatron
+    from megalith.hf.pretrained import mark_sources
     from megalith.hf.staging import Attempt, ConversionOptions
 
     plan = plan_export(source, dtype, weights_only=options.weights_only)
@@ -235,7 +237,7 @@ def convert_to_megatron(
         )
         recipe = {**recipe, "weights only": str(options.weights_only)}
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
-        with show_progress(plan.nbytes) as advance:
+        with mark_sources([source]), show_progress(plan.nbytes) as advance:
             writing = ConversionOptions(dtype, advance, options.workers, attempt)
             write_megatron(target, source, plan, writing)
     tensors, size = [asdict(move) for move in moves], _size(plan.nbytes)
@@ -308,6 +310,8 @@ def _locate_source(options: ConvertOptions) -> StoragePath:
 
     if options.step is None:
         return locate_source(options.source)
+    if is_url(options.source):
+        return locate_source(f"{options.source.rstrip('/')}/iter_{options.step:07d}")
     path = locate_megatron(Path(options.source), options.step)
     if path is None:
         raise ConfigError(

@@ -84,9 +84,8 @@ class CheckpointConfig:
     """Number of checkpoints with the best values of `best_metric` to keep."""
 
     load: str | None = None
-    """Checkpoint, run or Hugging Face folder from which a new run starts, or the URL of a
-    checkpoint or `folder` in an object store; not used when the run resumes. Unset: random initial
-    weights."""
+    """Checkpoint, run, Hugging Face or Megatron folder from which a new run starts, or the URL of
+    one in an object store; not used when the run resumes. Unset: random initial weights."""
 
     load_mode: LoadMode = "weights"
     """State that a new run loads from `load`. weights: weights only, starting at step 0;

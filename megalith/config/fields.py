@@ -327,6 +327,11 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
     successor = find_setting_successor(path)
     if successor is not None and hint_at(cls, successor) is not None:
         return f"{given}: this setting was renamed. Use {successor}."
+    item = _find_item_section(cls, path)
+    if item is not None:
+        names = [join_path(path.rpartition(".")[0], name) for name in field_types(item)]
+        advice = did_you_mean(path, names) or f" Use one of {', '.join(names)}."
+        return f"{given}: there is no such setting.{advice}"
     advice = did_you_mean(path, [*field_types(cls), *setting_names(cls)])
     if not advice:
         prefix = path.rpartition(".")[0]
@@ -343,6 +348,16 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
             else f" {prefix} is a single value. Set {prefix} instead."
         )
     return f"{given}: there is no such setting.{advice}"
+
+
+def _find_item_section(cls: type, path: str) -> type | None:
+    """Return the section of the list entry whose setting a path such as a.list[0].name names; None
+    if it is no such path."""
+    entry, _, name = path.rpartition(".")
+    listed, bracket, _ = entry.rpartition("[")
+    hint = hint_at(cls, listed) if entry.endswith("]") and name and "[" not in listed else None
+    many = next((each for each in union_options(hint) if is_sequence_type(each)), None)
+    return None if many is None or not bracket else find_section_type(item_hints(many, 1)[0])
 
 
 def is_required(field: "Field[Any]") -> bool:

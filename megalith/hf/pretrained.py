@@ -1,6 +1,7 @@
 """Sources of weights: a checkpoint, the newest checkpoint of a run, a Hugging Face folder, or
 adapters with their base model."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from megalith.checkpoint.load import (
     open_checkpoint,
 )
 from megalith.checkpoint.manifest import find_saved_again
+from megalith.checkpoint.readers import mark_reading
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
 from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
@@ -79,6 +81,7 @@ from megalith.hf.peft import (
     read_peft_config,
 )
 from megalith.hf.release import parameters
+from megalith.hf.store_source import check_downloaded, download_foreign_folder
 from megalith.object_store import StorePath, is_url
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
@@ -314,7 +317,8 @@ def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[st
 
 
 def _locate_in_store(source: StorePath) -> StoragePath:
-    """Return the checkpoint that a URL names, or the newest one under it.
+    """Return the checkpoint that a URL names, or the newest one under it; of a Hugging Face or
+    Megatron folder a local copy.
 
     Raises:
         CheckpointError: there is none.
@@ -326,18 +330,17 @@ def _locate_in_store(source: StorePath) -> StoragePath:
         for folder in (source / "checkpoints", source):
             if (latest := find_latest(folder)) is not None:
                 return latest
+        downloaded = download_foreign_folder(source)
         names = storage.list_names(source)
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read ({error.strerror}).") from error
-    if CONFIG in names or any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(
-            f"{source} is a Hugging Face model, and these are read from local folders only. Copy "
-            "it to a folder, and pass that."
-        )
+    if downloaded is not None:
+        return downloaded
     shown = ", ".join(names[:6]) or "nothing"
     raise CheckpointError(
-        f"{source} has no checkpoint (found: {shown}). Use a checkpoint.folder of a run, or a "
-        "step_NNNNNNN under it."
+        f"{source} has no checkpoint (found: {shown}). Use a checkpoint.folder of a run, a "
+        f"step_NNNNNNN under it, a Megatron folder with {TRACKER}, or a Hugging Face folder with "
+        f"{CONFIG}."
     )
 
 
@@ -394,6 +397,16 @@ def locate_source(source: str) -> StoragePath:
         f"{path} has no checkpoint (found: {shown}). Use the folder of a run that has saved one, a "
         f"checkpoint, a Megatron folder with {TRACKER}, or a Hugging Face folder with {CONFIG}."
     )
+
+
+def check_source_on_machine(source: str, path: StoragePath) -> None:
+    """Check that this rank's machine has what `locate_source` has downloaded on that of rank 0.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    if isinstance(path, Path) and is_url(source) and not source.startswith("file://"):
+        check_downloaded(source, path)
 
 
 def open_pretrained(
@@ -527,6 +540,7 @@ def load_weights_with_records(
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     sources: list[Pretrained] = []
+    raise_on_all_ranks(lambda: check_source_on_machine(source, path), world)
     raise_on_all_ranks(
         lambda: sources.append(open_pretrained(path, role=role, vocab_size=model.vocab_size)), world
     )
@@ -538,16 +552,26 @@ def load_weights_with_records(
     same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
-    load_weights(
-        opened,
-        entries,
-        world,
-        rules=rules,
-        vocab_size=model.vocab_size if same_vocab_size else None,
-    )
+    with mark_sources([opened] if world.rank == 0 else []):
+        load_weights(
+            opened,
+            entries,
+            world,
+            rules=rules,
+            vocab_size=model.vocab_size if same_vocab_size else None,
+        )
     return LoadedWeights(
         [*opened.warnings(), *notes], opened.force_load_balancing, opened.hf_source
     )
+
+
+def mark_sources(models: Sequence[Pretrained]) -> contextlib.ExitStack:
+    """Announce that this process reads checkpoints of other runs, until the end of `with`."""
+    marks = contextlib.ExitStack()
+    for model in models:
+        if model.checkpoint is not None:
+            marks.enter_context(mark_reading(model.checkpoint.path))
+    return marks
 
 
 def with_master_weights(checkpoint: MegatronCheckpoint, world: Group) -> MegatronCheckpoint:

@@ -63,6 +63,8 @@ class SimulatedStore:
     uploads: dict[int, bytearray] = field(default_factory=dict)
     """Incomplete multipart uploads."""
     num_reconnects: int = 0
+    has_conditional_requests: bool = True
+    """Whether `create` is supported."""
     _first_objects: dict[str, bytes] = field(default_factory=dict, init=False)
     _is_dead: bool = field(default=False, init=False)
     _released: threading.Event = field(default_factory=threading.Event, init=False)
@@ -117,6 +119,17 @@ class SimulatedStore:
         fault = self.enter("put", key)
         if fault != "lost":
             self.objects[key] = bytes(data[: len(data) // 2] if fault == "truncated" else data)
+        self.leave(fault)
+
+    def create(self, key: str, data: memoryview) -> None:
+        """Store an object that does not exist."""
+        fault = self.enter("create", key)
+        if not self.has_conditional_requests:
+            raise NotImplementedError
+        if key in self.objects:
+            raise FileExistsError(key)
+        if fault != "lost":
+            self.objects[key] = bytes(data)
         self.leave(fault)
 
     def begin_upload(self, key: str) -> StoreUpload:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint.commit import remove_leftovers
 from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.lease import acquire_lease
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun, load_run
@@ -155,7 +156,8 @@ def run_training(
                 progress.print_line(f"changed since the run was started: {line}")
             for line in describe_uneven_batches(run, mesh.dp.size):
                 progress.print_line(line)
-        _open_checkpoints(folder.checkpoints, mesh, shared=run.replica_group is not None)
+        shared = run.replica_group is not None
+        _open_checkpoints(folder.checkpoints, mesh, lock, shared=shared)
         try:
             prepared = PreparedRun(
                 run, folder, mesh, device, progress.print_line, starts, heartbeat
@@ -196,12 +198,15 @@ _EXIT_CODES = {"done": 0, "stopped": 75, "suspect": 76}
 """Exit code of each kind of outcome."""
 
 
-def _open_checkpoints(folder: StoragePath, mesh: Mesh, *, shared: bool) -> None:
-    """Check that each rank can use an object store, and remove what a killed run has left, unless
-    other groups may be writing (`shared`). Collective.
+def _open_checkpoints(
+    folder: StoragePath, mesh: Mesh, lock: RunLock | None, *, shared: bool
+) -> None:
+    """Check that each rank can use an object store, acquire its lease, and remove what a killed run
+    has left; not the last two if other groups may be writing (`shared`). Collective. `lock`: of the
+    run folder, on rank 0.
 
     Raises:
-        CheckpointError: on every rank: the store cannot be used.
+        CheckpointError: on every rank: the store cannot be used, or another run writes to it.
     """
     if isinstance(folder, Path):
         if mesh.world.rank == 0 and not shared:
@@ -210,6 +215,8 @@ def _open_checkpoints(folder: StoragePath, mesh: Mesh, *, shared: bool) -> None:
 
     def prepare() -> None:
         storage.check_writable(folder, "checkpoint.folder")
+        if lock is not None and not shared:
+            lock.add_lease(acquire_lease(folder, lock.path.parent))
         if mesh.world.rank == 0 and not shared:
             remove_leftovers(folder)
 

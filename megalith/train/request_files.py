@@ -164,11 +164,12 @@ def write_result(folder: Path, result: RequestResult) -> None:
 
 
 def read_result(folder: Path, request: RunRequest) -> RequestResult | None:
-    """Return the result of a request; None if there is none yet."""
+    """Return the result of a request; None if there is none yet, or it cannot be read now, as while
+    a network disk is replacing it."""
     try:
         values = storage.parse_json(storage.read_bytes(_result_path(folder, request.action)))
         result = RequestResult(**values)
-    except (FileNotFoundError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError):
         return None
     return result if result.id == request.id else None
 

@@ -4,6 +4,7 @@ damaged; builds the trainer and the data, and loads weights, optimizer state and
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megalith.checkpoint.load import (
 )
 from megalith.checkpoint.local import LocalCheckpoint, LocalTier
 from megalith.checkpoint.manifest import list_complete_checkpoints
+from megalith.checkpoint.readers import mark_reading
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
@@ -51,6 +53,7 @@ from megalith.hf.pretrained import (
     FORCE_LOAD_BALANCING,
     HF_SOURCE,
     check_same_model,
+    check_source_on_machine,
     load_weights_with_records,
     locate_source,
     open_pretrained_checkpoint,
@@ -75,6 +78,7 @@ from megalith.storage import StoragePath
 from megalith.train.run_folder import (
     RunFolder,
     TokenizerFiles,
+    check_batch_sizes,
     read_rolled_back_samples,
     read_tokenizer_files,
     set_aside_metrics,
@@ -114,6 +118,7 @@ def open_checkpoint_source(
         return None
     path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
+    raise_on_all_ranks(lambda: check_source_on_machine(source, path), world)
     settings = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
     opened: list[Checkpoint] = []
     raise_on_all_ranks(
@@ -220,12 +225,26 @@ def open_newest_checkpoint(folder: StoragePath, world: Group) -> Checkpoint | No
         CheckpointError: there are checkpoints, but none is complete; or the newest has no training
             state.
     """
+    checkpoint = _open_newest_complete(folder, world)
+    if checkpoint is not None:
+        checkpoint.require_state(*PROGRESS)
+    return checkpoint
+
+
+def _open_newest_complete(folder: StoragePath, world: Group) -> Checkpoint | None:
+    """Open the newest complete checkpoint in `folder`, with or without training state; None if
+    there are no checkpoints. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank with the same text: there are checkpoints, but none is
+            complete.
+    """
     path = raise_on_all_ranks(lambda: find_latest(folder) if world.rank == 0 else None, world)[0]
     if path is None:
         return None
-    checkpoint = open_checkpoint(path)
-    checkpoint.require_state(*PROGRESS)
-    return checkpoint
+    opened: list[Checkpoint] = []
+    raise_on_all_ranks(lambda: opened.append(open_checkpoint(path)), world)
+    return opened[0]
 
 
 def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
@@ -324,6 +343,7 @@ class PreparedRun:
         """Number of ranks that have saved the checkpoint from which the run resumes."""
         start = saved or self.checkpoint_source
         self.state = self._read_train_state(start)
+        self._check_batch_sizes(saved)
         if self.checkpoint_source is not None:
             check_steps_left(run, self.checkpoint_source, self.state)
         self.tokenizer = build_checked_tokenizer(run)
@@ -342,6 +362,7 @@ class PreparedRun:
         while (damage := self._load_or_find_damage(saved)) is not None:
             saved = self._fall_back(saved, damage)
             self.state = self._read_train_state(saved)
+            self._check_batch_sizes(saved)
             self.data = self._open_data(saved)
             for slot in self.trainer.optimizer.slots:
                 for tensor in slot.state.values():
@@ -384,20 +405,65 @@ class PreparedRun:
 
     def _open_newest(self) -> Checkpoint | None:
         """Open the newest checkpoint of this run: a complete local one, unless the persistent one
-        is of a later step. Collective."""
-        saved = open_newest_checkpoint(self.folder.checkpoints, self.mesh.world)
+        is of a later step. Collective.
+
+        Raises:
+            CheckpointError: on every rank: there are persistent checkpoints, but none is complete,
+                and there is no complete local one.
+        """
+        folder, world = self.folder.checkpoints, self.mesh.world
         if self.local_tier is None:
-            return saved
+            return open_newest_checkpoint(folder, world)
+        saved, problem = None, None
+        try:
+            saved = _open_newest_complete(folder, world)
+        except CheckpointError as error:  # the same on every rank
+            problem = error
+        if saved is not None:
+            saved.require_state(*PROGRESS)
+        local = self._find_local(saved)
+        if local is None and problem is not None:
+            raise problem
+        if local is not None and problem is not None and self.is_writer:
+            _log.warning("%s\nUsing the local checkpoint of step %d.", problem, local.step)
+        return local or saved
+
+    def _find_local(self, persistent: Checkpoint | None) -> LocalCheckpoint | None:
+        """Return the newest complete local checkpoint, unless `persistent` is of a later step; None
+        if there is none. Collective."""
+        if self.local_tier is None:
+            return None
         local = self.local_tier.find(
-            at_least=0 if saved is None else saved.step,
-            lineage=() if saved is None else saved.state.get(ROLLBACKS, ()),
+            at_least=0 if persistent is None else persistent.step,
+            lineage=() if persistent is None else persistent.state.get(ROLLBACKS, ()),
             excluded=self._damaged_local_saves,
-            alternative="no checkpoint" if saved is None else saved.path.name,
+            alternative="no checkpoint" if persistent is None else persistent.path.name,
         )
-        if local is None:
-            return saved
-        local.require_state(*PROGRESS)
+        if local is not None:
+            local.require_state(*PROGRESS)
         return local
+
+    def _check_batch_sizes(self, saved: Checkpoint | None) -> None:
+        """Check that the batch sizes of the samples that a local checkpoint has read have not
+        changed; `list_changed_settings` has checked those of a persistent one. Collective.
+
+        Raises:
+            ConfigError: on every rank: they have.
+        """
+        if not isinstance(saved, LocalCheckpoint):
+            return
+        problem = raise_on_all_ranks(self._describe_changed_batch_sizes, self.mesh.world)[0]
+        if problem:
+            raise ConfigError(problem)
+
+    def _describe_changed_batch_sizes(self) -> str:
+        if not self.is_writer:
+            return ""
+        try:
+            check_batch_sizes(self.folder, self.run, self.state.read_samples)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _choose_checkpoint(self, newest: Checkpoint | None) -> Checkpoint | None:
         """Return the checkpoint with which this start begins: the newest one, or an older one after
@@ -424,7 +490,8 @@ class PreparedRun:
             has_older_checkpoint=len(persistent) > 1,
         )
         chosen = newest
-        if decision.choice != "newest":
+        self._skips_local_tier = decision.choice != "newest"
+        if self._skips_local_tier:
             number = 0 if decision.choice == "previous_tier" else 1
             chosen = open_checkpoint(persistent[number])
             chosen.require_state(*PROGRESS)
@@ -447,16 +514,45 @@ class PreparedRun:
             DamagedCheckpointError: there is none.
         """
         if not isinstance(saved, LocalCheckpoint):
-            return fall_back(damage, self.mesh.world)
+            return self._fall_back_from_persistent(damage)
         self._damaged_local_saves = (*self._damaged_local_saves, saved.save)
-        older = self._open_newest()
+        text = "skipping the local checkpoint of step %d: %s Resuming from %s."
+        try:
+            older = self._open_newest()
+        except CheckpointError:
+            if self.is_writer:
+                _log.warning(text, saved.step, damage.reason, "no checkpoint")
+            raise
         if older is None:
             raise damage
         if self.is_writer:
-            kind = "the local checkpoint of " if isinstance(older, LocalCheckpoint) else ""
-            text = "skipping the local checkpoint of step %d: %s Resuming from %s%s."
-            _log.warning(text, saved.step, damage.reason, kind, older.path.name)
+            _log.warning(text, saved.step, damage.reason, _describe_tier(older))
         return older
+
+    def _fall_back_from_persistent(self, damage: DamagedCheckpointError) -> Checkpoint:
+        """Rename a damaged persistent checkpoint, and return the newest one before it, persistent
+        or local. Collective.
+
+        Raises:
+            DamagedCheckpointError: there is none; the damaged one is not renamed.
+        """
+        path, world = damage.path, self.mesh.world
+        assert path is not None, "raised by Checkpoint.load_into"
+        others = raise_on_all_ranks(
+            lambda: list_other_checkpoints(path) if self.is_writer else [], world
+        )[0]
+        older = fall_back(damage, world) if others else None
+        local = None if self._skips_local_tier else self._find_local(older)
+        if local is None and older is None:
+            raise damage
+        if local is not None and older is None:
+            raise_on_all_ranks(lambda: set_aside_damaged(path) if self.is_writer else None, world)
+        if local is not None and self.is_writer:
+            text = "skipping checkpoint %s: %s Resuming from %s."
+            _log.warning(text, path.name, damage.reason, _describe_tier(local))
+        chosen = local or older
+        assert chosen is not None, "checked above"
+        return chosen
 
     def restore_newest(self) -> Checkpoint:
         """Load the newest checkpoint of this run in place, or an older one if it is damaged; return
@@ -621,7 +717,9 @@ class PreparedRun:
                 self._gather_loaded_weights(forced)
                 self.print_line(f"adapters start from {run.lora.load}")
         elif self.checkpoint_source is not None:
-            fresh = self._load_checkpoint(self.checkpoint_source)
+            is_reader = self.is_writer  # rank 0 announces the reader to the other run
+            with mark_reading(self.checkpoint_source.path) if is_reader else nullcontext():
+                fresh = self._load_checkpoint(self.checkpoint_source)
             self.force_load_balancing = trained_with_forced_balancing(
                 self.checkpoint_source, run.model
             )
@@ -841,6 +939,12 @@ def _has_outer_state(checkpoint: Checkpoint | None) -> bool:
     """Return whether a checkpoint has the state of DiLoCo's outer optimizer."""
     prefix = f"optimizer.{START}."
     return checkpoint is not None and any(key.startswith(prefix) for key in checkpoint.keys())  # noqa: SIM118 - not a mapping
+
+
+def _describe_tier(checkpoint: Checkpoint) -> str:
+    """Return the name of a checkpoint, and that it is local if it is, for messages."""
+    kind = "the local checkpoint of " if isinstance(checkpoint, LocalCheckpoint) else ""
+    return f"{kind}{checkpoint.path.name}"
 
 
 def needs_initial_weights(run: TrainRun) -> bool:

@@ -172,14 +172,9 @@ def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
         if field.startswith(FIXED) and not field.startswith(allowed)
     ]
     if fixed:
-        listed = "\n".join(f"  {line}" for line in fixed)
-        raise ConfigError(
-            f"{folder.path} holds a run with other settings, which determine its weights and the "
-            "order of its data:\n"
-            f"{listed}\n"
-            f"{_advise_batch_size(fixed, folder)}"
-            "Use the settings it was started with, or choose another folder with --run NAME."
-        )
+        is_batch_size = any(line.startswith(BATCH_SIZES) for line in fixed)
+        consumed = _count_consumed_samples(folder) if is_batch_size else None
+        raise _reject_changes(folder, fixed, consumed)
     return list(lines.values())
 
 
@@ -226,6 +221,48 @@ def _list_sizes(run: TrainRun, world: int) -> dict[str, int]:
     }
 
 
+def check_batch_sizes(folder: RunFolder, run: TrainRun, consumed: int) -> None:
+    """Check that the batch sizes of the first `consumed` samples, which the folder's run has read,
+    are those of its own settings; for a local checkpoint, which `list_changed_settings` does not
+    read.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if not folder.config.exists():
+        return
+    before = load_run(folder.config)
+    first = build_batch_schedule(before.train).find_difference(build_batch_schedule(run.train))
+    if first is None or consumed <= first:
+        return
+    changed = differences(before, run)
+    lines = [
+        f"{field}: {old} before, {new} now"
+        for field, old, new in changed
+        if field.startswith(BATCH_SIZES)
+    ]
+    raise _reject_changes(folder, lines, consumed)
+
+
+def _reject_changes(folder: RunFolder, lines: list[str], consumed: int | None) -> ConfigError:
+    """Return the error of changed settings that cannot change; `consumed`: samples that were read,
+    if a batch size is among them."""
+    listed = "\n".join(f"  {line}" for line in lines)
+    advice = (
+        ""
+        if consumed is None
+        else f"The batch size can change after sample {consumed}, up to which the data has been "
+        "read: add an entry to train.batch_size_schedule with at least as many samples.\n"
+    )
+    return ConfigError(
+        f"{folder.path} holds a run with other settings, which determine its weights and the "
+        "order of its data:\n"
+        f"{listed}\n"
+        f"{advice}"
+        "Use the settings it was started with, or choose another folder with --run NAME."
+    )
+
+
 def _keeps_read_batches(folder: RunFolder, before: TrainRun, run: TrainRun) -> bool:
     """Return whether the batch sizes differ only after the samples that the folder's run has
     read."""
@@ -242,18 +279,6 @@ def _count_consumed_samples(folder: RunFolder) -> int:
         return 0
     counters = open_checkpoint(path).state.get("train", {})
     return TrainState.from_json(counters).read_samples if counters else 0
-
-
-def _advise_batch_size(fixed: list[str], folder: RunFolder) -> str:
-    """Return how the batch size of a run may change, if it is one of the lines about settings that
-    cannot."""
-    if not any(line.startswith(BATCH_SIZES) for line in fixed):
-        return ""
-    return (
-        f"The batch size can change after sample {_count_consumed_samples(folder)}, up to which "
-        "the data has been read: add an entry to train.batch_size_schedule with at least as many "
-        "samples.\n"
-    )
 
 
 @contextlib.contextmanager

@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from megalith.checkpoint import async_save
 from megalith.checkpoint.async_save import AsyncSaver
 from megalith.checkpoint.copies import CopyServer, PeerAddress, send_copy
 from megalith.checkpoint.local import LocalSaveError, LocalSaveReport, LocalTier
 from megalith.checkpoint.manifest import StoredFile, WrittenPart
 from megalith.checkpoint.save import dump_state
 from megalith.checkpoint.staging import StagingRegion, plan_staging
-from megalith.checkpoint.writer import CheckpointWriter, LocalJob, PartReport
+from megalith.checkpoint.writer import (
+    CheckpointWriter,
+    LocalJob,
+    PartReport,
+    ServeCopies,
+    WritePlan,
+)
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, gather_objects
 from megalith.testing.disk import SimulatedDisk, iter_crash_states, record_effects, write_contents
@@ -68,6 +75,29 @@ def _lose_each(rank: int, world: int, path: Path, lost: tuple[int, ...]) -> tupl
     if rank in lost:
         shutil.rmtree(tier.root)
     return load(tier, group)
+
+
+def test_writer_that_starts_late_opens_one_port_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second server would have another port than the one that peers send to."""
+    commands: list[object] = []
+
+    class LateWriterProcess:
+        """Writer process that starts after the local tier is served."""
+
+        def __init__(self, *_: object) -> None:
+            assert is_served.wait(30)
+
+        send = staticmethod(commands.append)
+
+    is_served = threading.Event()
+    monkeypatch.setattr(async_save, "WriterProcess", LateWriterProcess)
+    saver = AsyncSaver(build_entries(0, 1), ALONE, CPU)
+    saver.serve_local(open_tier(tmp_path, ALONE))
+    is_served.set()
+    saver._thread.shutdown(wait=True)
+    assert [type(each) for each in commands] == [WritePlan, ServeCopies]
 
 
 @pytest.mark.parametrize("world,lost", [(1, ()), (2, (1,)), (4, (0, 2))])

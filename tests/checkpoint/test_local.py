@@ -15,7 +15,7 @@ import torch
 from megalith import storage
 from megalith.checkpoint import local
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.checkpoint.local import LocalTier
+from megalith.checkpoint.local import LocalCheckpoint, LocalTier
 from megalith.checkpoint.local_table import parse_table
 from megalith.config.checkpoint import LocalCheckpointConfig, checkpoint_problems
 from megalith.errors import CheckpointError
@@ -187,6 +187,54 @@ def test_flipped_bit_in_a_copy_is_never_loaded(tmp_path: Path) -> None:
     assert "rank_00001/step_0000001 is not used: " in table
     assert "this is not the table of a local checkpoint (KeyError: 'sha256')" in table
     assert any("step_0000002/__0_0.distcp is 5 bytes, expected " in line for line in lines)
+
+
+def _load_unreadable(rank: int, world: int, path: Path) -> tuple[list[Any], list[str]]:
+    """Rank 1 cannot read its own file; then it cannot parse a box that it has read."""
+    group, results = world_group(rank, world, "world"), []
+    tier = open_tier(path, group)
+    save(tier, group, 1)
+
+    def fail_to_read(file: Path, start: int, nbytes: int) -> memoryview:
+        if file.name == "__1_0.distcp":
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return map_file(file, start, nbytes)
+
+    def fail_to_parse(*_: object) -> None:
+        raise CheckpointError("the bytes are not a plain tensor.")
+
+    map_file = storage.mapped
+    with Warnings() as lines, pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(storage, "mapped", fail_to_read)
+        results.append(load(tier, group))
+        patch.undo()
+        if rank == 1:
+            patch.setattr(LocalCheckpoint, "_fill_pieces", fail_to_parse)
+        try:
+            results.append(load(tier, group))
+        except CheckpointError as error:
+            results.append(str(error))
+        patch.undo()
+        if rank == 1:
+            patch.setattr(storage, "read_range", fail_to_read)
+        try:
+            save(tier, group, 2)
+        except CheckpointError as error:
+            results.append(str(error))
+        results.append(load(tier, group))
+    return results, lines
+
+
+def test_box_that_cannot_be_read_does_not_make_other_ranks_wait(tmp_path: Path) -> None:
+    (results, lines), (other_results, _) = run_ranks(_load_unreadable, 2, tmp_path)
+    assert results == other_results
+    assert results[0] == (1, True)
+    assert lines[0] == "step 1: box model.v [12:24] from rank 1 is damaged; read from rank 0"
+    assert results[1] == "the bytes are not a plain tensor."
+    assert results[2].startswith("the local checkpoint of step 2 was not saved. ")
+    assert "__1_0.distcp cannot be read (Input/output error)." in results[2]
+    assert results[3] == (1, True)
 
 
 def _save_on_ranks(rank: int, world: int, path: Path) -> int:

@@ -110,13 +110,13 @@ def test_heartbeat_continues_until_another_process_takes_over(
     with lock_run(tmp_path) as run_lock:
         write_holder(tmp_path, run_lock.holder, silent_s=1000)
         deadline = time.monotonic() + 10
-        while lock._silence_s(tmp_path / NAME) > 500 and time.monotonic() < deadline:
+        while lock.measure_silence(tmp_path / NAME) > 500 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert lock._silence_s(tmp_path / NAME) < 500
+        assert lock.measure_silence(tmp_path / NAME) < 500
         thief = replace(run_lock.holder, id="2", pid=7, host="node9")
         write_holder(tmp_path, thief, silent_s=1000)
         time.sleep(0.05)
-        assert lock._silence_s(tmp_path / NAME) > 500
+        assert lock.measure_silence(tmp_path / NAME) > 500
         with pytest.raises(
             CheckpointError, match=r"lost its lock; lock.json now names process 7 on node9.*--run"
         ):

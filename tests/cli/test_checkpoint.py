@@ -325,6 +325,30 @@ def test_info_reports_unreadable_optimizer_state_beside_the_weights(
     assert "  bucket 0 has 5 elements, expected 8.\n" in capsys.readouterr().out
 
 
+def test_diff_reports_unreadable_optimizer_state_and_compares_the_weights(
+    megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("bucket 0: the rounded master weights differ from the weights.")
+
+    iteration = megatron / "iter_0000002"
+    assert call("diff", megatron, iteration) == 0
+    assert "  exp_avg     0 of 17 tensors differ" in capsys.readouterr().out
+    monkeypatch.setattr("megalith.hf.megatron_checkpoint.verify_buckets", fail)
+    assert call("diff", megatron, iteration) == 1
+    output = capsys.readouterr().out
+    assert "17 tensors are equal, 0 differ\n" in output and "exp_avg" not in output
+    assert (
+        f"the optimizer state was not compared, because that of {iteration} cannot be read:\n"
+        "  bucket 0: the rounded master weights differ from the weights.\n"
+    ) in output
+    assert call("diff", megatron, iteration, "--only", "model.*") == 0
+    capsys.readouterr()
+    assert call("diff", megatron, iteration, "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["different"] == [] and str(iteration) in document["problems"]
+
+
 def test_verify_reports_interrupted_saves_and_verifies_the_others(
     megatron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

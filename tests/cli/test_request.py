@@ -1,5 +1,6 @@
 """`megalith request`: texts of wrong input, results, and a real job of two ranks."""
 
+import errno
 import json
 import os
 import signal
@@ -11,12 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from megalith import storage
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.cli import request
 from megalith.cli.main import main
 from megalith.observe.metrics import read_metrics
 from megalith.testing.tiny import tiny_yaml
-from megalith.train.request_files import RequestResult, read_request, write_result
+from megalith.train.request_files import (
+    RequestResult,
+    RunRequest,
+    read_request,
+    read_result,
+    write_result,
+)
 
 PATIENCE_SECONDS = 120.0
 
@@ -138,3 +146,21 @@ def test_job_of_two_ranks_saves_on_sigusr1_and_stops_on_request(tmp_path: Path) 
     finally:
         process.kill()
     assert 2 <= len(list((folder / "checkpoints").glob("step_*"))) <= 3
+
+
+def test_result_that_cannot_be_read_is_read_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network disks report ESTALE while another machine replaces a file."""
+    request = RunRequest("1", "save", "lock", 1, "host", 0.0)
+    (tmp_path / "requests").mkdir()
+    write_result(tmp_path, RequestResult("1", "save", "done", 7, ""))
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read_bytes", fail)
+        assert read_result(tmp_path, request) is None
+    result = read_result(tmp_path, request)
+    assert result is not None and result.step == 7

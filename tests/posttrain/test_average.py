@@ -207,7 +207,7 @@ def test_runs_of_three_layouts_are_averaged_and_continued(tmp_path: Path) -> Non
             run_ranks(train_as_rank, 2, run, path)
         else:
             run_training(run, RunFolder(path), build_single_rank_mesh(), CPU, show=False)
-    words = [str(tmp_path / "out"), *map(str, paths), "--weights", "1,2,1", "--moments"]
+    words = [*map(str, paths), str(tmp_path / "out"), "--weights", "1,2,1", "--moments"]
     assert main(["checkpoint", "average", *words]) == 0
     sources = [path / "checkpoints" / "step_0000002" for path in paths]
     check_average(tmp_path / "out", sources, [0.25, 0.5, 0.25])
@@ -268,21 +268,27 @@ def test_command_reports_invalid_input(tmp_path: Path, capsys: pytest.CaptureFix
     a, b = map(str, paths)
     out = str(tmp_path / "out")
     cases: list[tuple[list[str], str]] = [
-        ([out, a], "an average needs at least two checkpoints, and 1 was given"),
-        ([out, a, b, "--weights", "1"], "--weights=1 has 1 numbers for 2 models"),
-        ([out, a, b, "--weights", "1,x"], "--weights=1,x: 'x' is not a finite number"),
-        ([out, a, b, "--weights", "0,0"], "--weights=0,0: weights of an average must not be"),
-        ([out, a, b, "--weights=2,-1"], "--weights=2,-1: weights of an average must not be"),
-        ([out, a, b, "--weights=1e308,1e308"], "must be positive and finite. Use for example"),
-        ([out, a, b, "--decay", "1"], "--decay=1.0 must be at least 0 and less than 1"),
-        ([out, a, b, "--decay", "0.9", "--weights", "1,1"], "Use one of them."),
-        ([out, a, b, "--moments"], f"{paths[1]} lacks optimizer.exp_avg.embed.weight"),
-        ([a, a, b], "already exists and is not overwritten"),
+        ([a, out], "an average needs at least two checkpoints, and 1 was given"),
+        ([a, b, out, "--weights", "1"], "--weights=1 has 1 numbers for 2 models"),
+        ([a, b, out, "--weights", "1,x"], "--weights=1,x: 'x' is not a finite number"),
+        ([a, b, out, "--weights", "0,0"], "--weights=0,0: weights of an average must not be"),
+        ([a, b, out, "--weights=2,-1"], "--weights=2,-1: weights of an average must not be"),
+        ([a, b, out, "--weights=1e308,1e308"], "must be positive and finite. Use for example"),
+        ([a, b, out, "--decay", "1"], "--decay=1.0 must be at least 0 and less than 1"),
+        ([a, b, out, "--decay", "0.9", "--weights", "1,1"], "Use one of them."),
+        ([a, b, out, "--moments"], f"{paths[1]} lacks optimizer.exp_avg.embed.weight"),
+        ([], "no paths were given. Name the sources, and last the folder to write"),
+        (
+            [out, a, b],
+            f"{out} does not exist, and {b} does: the sources come first and the folder to write "
+            f"last, as in copy and convert. Use: megalith checkpoint average {a} {b} {out}.",
+        ),
+        ([a, b, a], "already exists and is not overwritten"),
     ]
     for words, text in cases:
         assert main(["checkpoint", "average", *words]) == 2, words
         assert text in capsys.readouterr().err.replace("\n", " "), words
-    assert main(["checkpoint", "average", out, a, b, "--decay", "0.5", "--json"]) == 0
+    assert main(["checkpoint", "average", a, b, out, "--decay", "0.5", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["method"], document["weights"]) == ("average", [0.5, 0.5])
     assert document["sources"] == [a, b]

@@ -162,33 +162,37 @@ def test_merge_command(
 ) -> None:
     base, first, second = map(str, sources[:3])
     out = str(tmp_path / "out")
-    words = [out, first, second, "--base", base, "--method", "ties", "--density", "0.5"]
+    words = [first, second, out, "--base", base, "--method", "ties", "--density", "0.5"]
     assert main(["checkpoint", "merge", *words]) == 0
     assert f"wrote {out}: " in capsys.readouterr().out
     check_merge(tmp_path / "out", sources[:3], weights=[1.0, 1.0], scale=1.0, density=0.5)
     other = str(tmp_path / "other")
-    words = [other, first, "--base", base, "--weights=-1"]
+    words = [first, other, "--base", base, "--weights=-1"]
     assert main(["checkpoint", "merge", *words]) == 0
     check_merge(tmp_path / "other", sources[:2], weights=[-1.0], scale=1.0, density=None)
     capsys.readouterr()
     new = str(tmp_path / "new")
     cases: list[tuple[list[str], str]] = [
         ([new, "--base", base], "a merge needs at least one fine-tuned model"),
-        ([new, first, "--base", base, "--scale", "inf"], "--scale=inf must be a finite number"),
+        ([first, new, "--base", base, "--scale", "inf"], "--scale=inf must be a finite number"),
         (
-            [new, first, "--base", base, "--method", "ties", "--density", "0"],
+            [first, new, "--base", base, "--method", "ties", "--density", "0"],
             "--density=0.0 must be above 0 and at most 1",
         ),
         (
-            [new, first, "--base", base, "--density", "0.5"],
+            [first, new, "--base", base, "--density", "0.5"],
             "--density=0.5 with --method=task, which trims nothing",
         ),
         (
-            [new, first, "--base", base, "--method", "ties", "--weights=-1"],
+            [first, new, "--base", base, "--method", "ties", "--weights=-1"],
             "--weights=-1 with --method=ties: weights must be positive",
         ),
-        ([new, first, "--base", base, "--weights", "1,1"], "has 2 numbers for 1 models"),
-        ([new, first, "--base", str(tmp_path / "none")], "no such folder"),
+        ([first, new, "--base", base, "--weights", "1,1"], "has 2 numbers for 1 models"),
+        ([first, new, "--base", str(tmp_path / "none")], "no such folder"),
+        (
+            [new, first, second, "--base", base],
+            f"Use: megalith checkpoint merge {first} {second} {new} --base {base}.",
+        ),
     ]
     for words, text in cases:
         assert main(["checkpoint", "merge", *words]) == 2, words

@@ -215,6 +215,18 @@ def test_wrong_sizes_are_reported_together(
         assert any(message in text for text in texts), texts
 
 
+def test_wrong_names_in_entries_are_rejected_with_names_of_entries() -> None:
+    for entry, advice in (
+        ("sise: 12", "[1].sise=12: there is no such setting. Did you mean {0}size?"),
+        ("steps: 3", "[1].steps=3: there is no such setting. Did you mean {0}samples or {0}size?"),
+        ("at: 3", "[1].at=3: there is no such setting. Use one of {0}size, {0}samples, {0}tokens."),
+    ):
+        schedule = f"[{{size: 6}}, {{samples: 12, size: 18, {entry}}}]"
+        with pytest.raises(ConfigError) as caught:
+            tiny_run(SCHEDULED | {"train.batch_size_schedule": schedule})
+        assert str(caught.value).endswith(advice.format("train.batch_size_schedule[1]."))
+
+
 def test_size_with_fewer_microbatches_than_interleaved_stages_is_rejected() -> None:
     settings = {
         "model.num_layers": "4",

@@ -3,6 +3,7 @@ continues from the newest local one, bit for bit."""
 
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.load import open_checkpoint
-from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -173,6 +174,74 @@ def test_damaged_local_checkpoint_falls_back(killed: Path, reference: Path, dama
         assert "using the local checkpoint of step 5" in text
     assert rows(killed) == rows(reference)
     assert_last_checkpoints_equal(killed, reference)
+
+
+def _flip_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["manifest", "flipped"])
+def test_local_checkpoint_is_used_if_all_persistent_ones_are_damaged(
+    killed: Path, reference: Path, damage: str
+) -> None:
+    """The persistent one of step 4 is found damaged when it is opened, or when it is read because
+    the newer local ones are damaged too."""
+    settings = local_settings(killed) | {"checkpoint.local.keep": "3"}
+    persistent = killed / "checkpoints" / "step_0000004"
+    if damage == "manifest":
+        (persistent / "manifest.json").write_text("{}")
+        train(killed, settings)
+        text = log_of(killed)
+        assert "none of its 1 checkpoints can be used" in text
+        assert "Using the local checkpoint of step 6." in text
+        assert f"resuming {killed} at step 6 from its local checkpoint" in text
+    else:
+        _make_local_checkpoint_older(killed)
+        _flip_bit(persistent / "__0_0.distcp")
+        train(killed, settings)
+        text = log_of(killed)
+        assert "skipping checkpoint step_0000004: " in text
+        assert "Resuming from the local checkpoint of step_0000003." in text
+        assert f"resuming {killed} at step 3 from its local checkpoint" in text
+        assert persistent.with_name("step_0000004.damaged").is_dir()
+    assert rows(killed) == rows(reference)
+    assert_last_checkpoints_equal(killed, reference)
+
+
+def _make_local_checkpoint_older(path: Path) -> None:
+    """Replace the run by one whose newest local checkpoint, of step 3, is older than its persistent
+    one of step 4."""
+    shutil.rmtree(path)
+    shutil.rmtree(path.with_name(f"{path.name}.local"))
+    with pytest.raises(Killed):
+        train(path, local_settings(path) | {"checkpoint.local.every": "3"}, KillAt(6))
+    assert _local_steps(path, 0) == [3]
+
+
+def test_damaged_checkpoints_of_both_tiers_are_an_error(killed: Path) -> None:
+    (killed / "checkpoints" / "step_0000004" / "manifest.json").write_text("{}")
+    for step in (5, 6):
+        _flip_bit(rank_folder(killed) / f"step_000000{step}" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints can be used"):
+        train(killed, local_settings(killed))
+    text = "skipping the local checkpoint of step 5: step 5: box "
+    assert text in log_of(killed) and "Resuming from no checkpoint." in log_of(killed)
+
+
+def test_batch_sizes_of_samples_that_a_local_checkpoint_has_read_cannot_change(
+    killed: Path,
+) -> None:
+    """Steps 1 to 6 have read 72 samples, and the persistent checkpoint of step 4 48."""
+    settings = local_settings(killed) | {"train.global_batch_size": "24"}
+    schedule = "[{size: 12}, {samples: %s, size: 24}]"
+    with pytest.raises(ConfigError, match="The batch size can change after sample 72") as caught:
+        train(killed, settings | {"train.batch_size_schedule": schedule % 60})
+    assert "train.global_batch_size: 12 before, 24 now" in str(caught.value)
+    assert "train.batch_size_schedule: [] before, " in str(caught.value)
+    train(killed, settings | {"train.batch_size_schedule": schedule % 72})
+    assert f"resuming {killed} at step 6 from its local checkpoint" in log_of(killed)
 
 
 def test_persistent_checkpoint_that_is_newer_is_used(killed: Path, reference: Path) -> None:
@@ -341,3 +410,103 @@ def test_nan_after_a_local_checkpoint_reloads_the_persistent_one(
     assert "rolled back to the checkpoint of step 4; continuing with sample 48" in log
     assert not (killed / "suspects.jsonl").exists()
     assert rows(killed) == rows(reference)
+
+
+# --- other layouts, and asynchronous saves
+
+LAYOUTS: dict[str, dict[str, str]] = {
+    "dp": ZERO,
+    "tp": {"parallel.tp": "2", "precision.params": "bf16"},
+    "pp": {"parallel.pp": "2", "precision.params": "bf16"},
+}
+
+
+class WaitForLocalSave(Callback):
+    """Waits before the last step until this rank has a complete local checkpoint."""
+
+    name = "wait_for_local_save"
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+
+    def before_step(self, step: int, batches: Any) -> None:
+        deadline = time.monotonic() + 30
+        while step == 7 and not _local_steps(self.path, self.rank):
+            assert time.monotonic() < deadline, "no local checkpoint was completed"
+            time.sleep(0.01)
+
+
+def _local_steps(path: Path, rank: int) -> list[int]:
+    """Steps of the complete local checkpoints of a rank."""
+    folders = path.with_name(f"{path.name}.local").glob(f"megalith-*/rank_{rank:05d}/step_*")
+    return [int(each.name[5:]) for each in folders if each.name[5:].isdigit()]
+
+
+def _train_runs(
+    rank: int, world: int, runs: list[tuple[Path, Mapping[str, str], int]]
+) -> list[str]:
+    """Train several runs, each with its settings and the step at which it is killed; 0: none."""
+    outcomes = []
+    for path, settings, kill_at in runs:
+        run = tiny_run(BASE | settings)
+        mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        waits = kill_at and settings.get("checkpoint.async_save") == "true"
+        callbacks: list[Callback] = [WaitForLocalSave(path, rank)] if waits else []
+        callbacks += [KillAt(kill_at)] if kill_at else []
+        try:
+            run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+            outcomes.append("done")
+        except Killed:
+            outcomes.append("killed")
+        finally:
+            logging.getLogger().handlers.clear()
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_two_ranks_resume_bitwise_under_each_layout(
+    tmp_path: Path, layout: Mapping[str, str]
+) -> None:
+    """A rank has lost its folder; saves are synchronous, and then asynchronous."""
+    names = {"sync": "false", "async": "true"}
+    settings = {
+        name: local_settings(tmp_path / name)
+        | layout
+        # while a persistent checkpoint is saved, no local one is
+        | {"checkpoint.async_save": value, "checkpoint.every": "7"}
+        for name, value in names.items()
+    }
+    runs = [(tmp_path / name, settings[name], 7) for name in names]
+    runs.insert(0, (tmp_path / "reference", layout, 0))
+    outcomes = run_ranks(_train_runs, 2, runs, timeout=240)
+    assert outcomes == [["done", "killed", "killed"]] * 2
+    for name in names:
+        shutil.rmtree(rank_folder(tmp_path / name, 1 if name == "sync" else 0))
+    resumed = [(tmp_path / name, settings[name], 0) for name in names]
+    assert run_ranks(_train_runs, 2, resumed, timeout=240) == [["done"] * 2] * 2
+    for name in names:
+        text = log_of(tmp_path / name)
+        step = re.search(r"resuming .* at step (\d) from its local checkpoint", text)
+        assert step is not None and (name == "async" or step[1] == "6"), text
+        assert rows(tmp_path / name) == rows(tmp_path / "reference")
+        assert_last_checkpoints_equal(tmp_path / name, tmp_path / "reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "loaded"), [("dp", "tp"), ("tp", "pp"), ("pp", "dp")])
+def test_other_layout_resumes_bitwise_as_from_a_persistent_checkpoint(
+    tmp_path: Path, saved: str, loaded: str
+) -> None:
+    """The reference has a persistent checkpoint of step 6 and no local one."""
+    path, reference = tmp_path / "run", tmp_path / "reference"
+    local, persistent = local_settings(path), {"checkpoint.every": "1"}
+    runs = [(path, local | LAYOUTS[saved], 7), (reference, persistent | LAYOUTS[saved], 7)]
+    assert run_ranks(_train_runs, 2, runs) == [["killed", "killed"]] * 2
+    shutil.rmtree(rank_folder(path, 0))
+    runs = [(path, local | LAYOUTS[loaded], 0), (reference, persistent | LAYOUTS[loaded], 0)]
+    assert run_ranks(_train_runs, 2, runs) == [["done", "done"]] * 2
+    assert f"resuming {path} at step 6 from its local checkpoint" in log_of(path)
+    assert f"resuming {reference} at step 6\n" in log_of(reference)
+    assert rows(path) == rows(reference)
+    assert_last_checkpoints_equal(path, reference)

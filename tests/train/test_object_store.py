@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.checkpoint.lease import acquire_lease
 from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.cli.main import main
@@ -86,6 +87,10 @@ def test_start_is_rejected_if_the_store_cannot_be_used(tmp_path: Path) -> None:
         text = "the bucket other does not exist .* Create it, or set checkpoint.folder to"
         with pytest.raises(CheckpointError, match=text):
             train(tmp_path / "a", {"checkpoint.folder": "sim://other/a"})
+    with use_store(SimulatedStore()) as store, acquire_lease(parse_url("sim://bucket/a"), None):
+        with pytest.raises(CheckpointError, match="sim://bucket/a is being written by process"):
+            train(tmp_path / "a", {"checkpoint.folder": "sim://bucket/a"})
+        assert [*store.objects] == ["sim://bucket/a/lease.json"]
     assert not (tmp_path / "a").exists()  # nothing was started
 
 
