@@ -3,12 +3,12 @@ process ends a rank without progress. Imports no torch.
 
 A heartbeat has 16 bytes: section of the run, a counter, and the time. Hooks of the run write it
 without a system call. The launcher reads the heartbeats of its ranks; a rank that torchrun or a
-batch system started has a monitor process of its own. Unlike the hang watch, a thread of the rank,
-they find a rank that is stopped, that holds Python's lock in an endless loop, or that waits for a
+batch system started has a monitor process of its own. Unlike the watchdog, a thread of the rank,
+they find a rank that is stopped, that holds the GIL in an endless loop, or that waits for a
 file system which does not answer.
 
 A rank that waits in a collective makes no progress either. A thread of the rank reports that it
-waits, and the hang watch covers the collective (launch/watchdog.py).
+waits, and the watchdog covers the collective (launch/watchdog.py).
 """
 
 import faulthandler
@@ -30,25 +30,25 @@ Section = Literal["start", "step", "save", "load", "evaluate", "exit"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _WAITS = struct.Struct("<H")
-_BEAT = struct.Struct("<BxId")  # section, counter, time; after the number of waits
-RECORD_NBYTES = _WAITS.size + _BEAT.size
+_HEARTBEAT = struct.Struct("<BxId")  # section, counter, time; after the number of waits
+RECORD_NBYTES = _WAITS.size + _HEARTBEAT.size
 _TIMEOUTS = struct.Struct(f"<{len(SECTIONS)}d")
 HEARTBEAT_NBYTES = RECORD_NBYTES + _TIMEOUTS.size
 assert RECORD_NBYTES == 16
 
 MIN_PASSES = 16
-"""Number of passes of a section after which its timeout is learned."""
+"""Passes of a section after which its timeout is computed from their times."""
 
 MIN_TIMEOUT_SECONDS = 60.0
 TIMEOUT_FACTOR = 5
 """A learned timeout is this multiple of the longest pass."""
 
 MAX_GAP_SECONDS = 1.0
-"""Longest time between two checks that counts as time without progress: if the process that checks
-was stopped itself, so were the ranks, perhaps."""
+"""Longest time between two checks that counts as time without progress: after a longer one the
+monitor itself, and perhaps the ranks, were stopped."""
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Signal on which a rank writes the stacks of its threads; also while Python's lock is held."""
+"""Signal on which a rank writes the stacks of its threads; also while the GIL is held."""
 
 STACK_SECONDS = 3.0
 """Longest wait for the stacks."""
@@ -66,21 +66,21 @@ reads."""
 
 @dataclass(slots=True)
 class SectionTimes:
-    """How long one section has run without a heartbeat."""
+    """Longest time without a heartbeat in one section, and number of its passes."""
 
     passes: int = 0
     longest_seconds: float = 0.0
 
-    def timeout_seconds(self, unlearned_seconds: float) -> float:
-        """Return the time without a heartbeat after which a rank hangs; `unlearned_seconds`: the
+    def timeout_seconds(self, initial_seconds: float) -> float:
+        """Return the time without a heartbeat after which a rank hangs; `initial_seconds`: the
         timeout before `MIN_PASSES`.
 
         >>> SectionTimes(16, 30.0).timeout_seconds(600.0), SectionTimes(3, 1.0).timeout_seconds(600)
         (150.0, 600)
         """
         if self.passes < MIN_PASSES:
-            return unlearned_seconds
-        shortest = min(MIN_TIMEOUT_SECONDS, unlearned_seconds)
+            return initial_seconds
+        shortest = min(MIN_TIMEOUT_SECONDS, initial_seconds)
         return max(shortest, TIMEOUT_FACTOR * self.longest_seconds)
 
 
@@ -101,7 +101,7 @@ class RankHeartbeat:
     """Heartbeat of this rank: its current section and a counter, with the time."""
 
     def __init__(self, memory: "memoryview | None" = None) -> None:
-        """`memory`: shared with the process that checks it; None: no process does."""
+        """`memory`: shared with the process that checks it; None: the rank is not monitored."""
         self.is_monitored = memory is not None
         self._memory = memoryview(bytearray(HEARTBEAT_NBYTES)) if memory is None else memory
         self.times: dict[Section, SectionTimes] = {}
@@ -109,23 +109,23 @@ class RankHeartbeat:
         self.section: Section | None = None
         """None before the first heartbeat: until then the rank is not monitored."""
         self._last = 0.0
-        self._num_beats = self._num_waits = self._waits_at_last = 0
-        self._unlearned_seconds, self._is_fixed = 0.0, False
+        self._num_heartbeats = self._num_waits = self._waits_at_last = 0
+        self._initial_seconds, self._is_fixed = 0.0, False
 
     def set_timeouts(
         self,
-        unlearned_seconds: float,
+        initial_seconds: float,
         *,
         fixed_seconds: float | None = None,
         times: Mapping[Section, SectionTimes] | None = None,
     ) -> None:
         """Set the timeouts of all sections, before the first heartbeat.
 
-        `unlearned_seconds`: before a section has had `MIN_PASSES` passes; `fixed_seconds`: always,
+        `initial_seconds`: before a section has had `MIN_PASSES` passes; `fixed_seconds`: always,
         instead of learned ones; `times`: those of earlier starts of the run.
         """
         self._is_fixed = fixed_seconds is not None
-        self._unlearned_seconds = unlearned_seconds if fixed_seconds is None else fixed_seconds
+        self._initial_seconds = initial_seconds if fixed_seconds is None else fixed_seconds
         self.times = merge_times([times or {}])
         self._write_timeouts()
 
@@ -133,20 +133,22 @@ class RankHeartbeat:
         """Return the timeout of a section."""
         times = self.times.get(section)
         if times is None or self._is_fixed:
-            return self._unlearned_seconds
-        return times.timeout_seconds(self._unlearned_seconds)
+            return self._initial_seconds
+        return times.timeout_seconds(self._initial_seconds)
 
-    def beat(self, section: Section | None = None) -> None:
+    def record(self, section: Section | None = None) -> None:
         """Record progress, in `section` from now on; None: in the current one."""
         now = time.monotonic()
         before, section = self.section, section or self.section or "start"
-        # A time in which the rank waited for others says nothing about its own work.
+        # Times that include a wait in a collective are not learned: they depend on other ranks.
         if before is not None and self._num_waits == self._waits_at_last:
             self._learn(before, now - self._last, is_pass=before != "start" or section == "step")
         self.section, self._last, self._waits_at_last = section, now, self._num_waits
-        self._num_beats += 1
+        self._num_heartbeats += 1
         code = SECTIONS.index(section) + 1
-        _BEAT.pack_into(self._memory, _WAITS.size, code, self._num_beats & 0xFFFFFFFF, now)
+        _HEARTBEAT.pack_into(
+            self._memory, _WAITS.size, code, self._num_heartbeats & 0xFFFFFFFF, now
+        )
 
     def _learn(self, section: Section, seconds: float, *, is_pass: bool) -> None:
         """Count a time between two heartbeats; a start is one pass, however many it has."""
@@ -166,43 +168,43 @@ class RankHeartbeat:
     def within(self, section: Section) -> Iterator[None]:
         """Change to another section inside the context."""
         before = self.section
-        self.beat(section)
+        self.record(section)
         try:
             yield
         finally:
-            self.beat(before)
+            self.record(before)
 
     def stop(self) -> None:
         """End the monitoring of this rank, until the next heartbeat."""
         self.section = None
-        _BEAT.pack_into(self._memory, _WAITS.size, 0, self._num_beats & 0xFFFFFFFF, 0.0)
+        _HEARTBEAT.pack_into(self._memory, _WAITS.size, 0, self._num_heartbeats & 0xFFFFFFFF, 0.0)
 
-    def note_wait(self) -> None:
-        """Record that this rank waits in a collective; from another thread than `beat`."""
+    def record_wait(self) -> None:
+        """Record that this rank waits in a collective; from another thread than `record`."""
         self._num_waits += 1
         _WAITS.pack_into(self._memory, 0, self._num_waits & 0xFFFF)
 
 
 @contextmanager
-def noting_waits(heartbeat: RankHeartbeat, is_waiting: Callable[[], bool]) -> Iterator[None]:
+def record_waits(heartbeat: RankHeartbeat, is_waiting: Callable[[], bool]) -> Iterator[None]:
     """Record on a separate thread inside the context when this rank waits in a collective."""
-    over = threading.Event()
+    stopped = threading.Event()
 
-    def note() -> None:
-        while not over.wait(_choose_pause(heartbeat)):
+    def run() -> None:
+        while not stopped.wait(_choose_pause(heartbeat)):
             with suppress(Exception):  # a bug must not end the thread
                 if is_waiting():
-                    heartbeat.note_wait()
+                    heartbeat.record_wait()
 
     if not heartbeat.is_monitored:
         yield
         return
-    thread = threading.Thread(target=note, name="heartbeat-waits", daemon=True)
+    thread = threading.Thread(target=run, name="heartbeat-waits", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join(timeout=MAX_GAP_SECONDS)
 
 
@@ -219,7 +221,7 @@ def map_heartbeat(fd: int) -> memoryview:
 
 
 @contextmanager
-def writing_stacks(fd: int) -> Iterator[None]:
+def write_stacks_on_signal(fd: int) -> Iterator[None]:
     """Write the stacks of all threads to a file when `STACK_SIGNAL` arrives, inside the context; in
     the main thread."""
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
@@ -277,13 +279,13 @@ class HeartbeatState:
 
     rank: int
     section: Section | None
-    beats: int
+    num_heartbeats: int
     idle_seconds: float
     """Time without a heartbeat, and without a wait in a collective."""
     timeout_seconds: float
 
     @property
-    def is_silent(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether the rank hangs."""
         return self.section is not None and 0 < self.timeout_seconds < self.idle_seconds
 
@@ -291,7 +293,7 @@ class HeartbeatState:
         if self.section is None:
             return "no heartbeat yet"
         return (
-            f"{self.section}, heartbeat {self.beats}, last sign of progress "
+            f"{self.section}, heartbeat {self.num_heartbeats}, last progress "
             f"{self.idle_seconds:.1f} s ago"
         )
 
@@ -322,12 +324,12 @@ class HeartbeatReader:
         record = self._memory[:RECORD_NBYTES]
         self._idle_seconds = self._idle_seconds + elapsed if record == self._record else 0.0
         self._record = record
-        code, beats, _ = _BEAT.unpack_from(record, _WAITS.size)
+        code, num_heartbeats, _ = _HEARTBEAT.unpack_from(record, _WAITS.size)
         if not 0 < code <= len(SECTIONS):
-            return HeartbeatState(rank, None, beats, self._idle_seconds, 0.0)
+            return HeartbeatState(rank, None, num_heartbeats, self._idle_seconds, 0.0)
         timeouts = _TIMEOUTS.unpack_from(self._memory, RECORD_NBYTES)
         section, timeout = SECTIONS[code - 1], timeouts[code - 1]
-        return HeartbeatState(rank, section, beats, self._idle_seconds, timeout)
+        return HeartbeatState(rank, section, num_heartbeats, self._idle_seconds, timeout)
 
     def close(self) -> None:
         """Release the memory and the file."""
@@ -337,7 +339,7 @@ class HeartbeatReader:
 
 
 @dataclass(frozen=True, slots=True)
-class SilentRank:
+class HungRank:
     """A rank that hangs."""
 
     rank: int
@@ -362,18 +364,18 @@ class HeartbeatMonitor:
         if reader is not None:
             reader.close()
 
-    def find_silent(self, pids: Mapping[int, int]) -> SilentRank | None:
+    def find_hung_rank(self, pids: Mapping[int, int]) -> HungRank | None:
         """Check the heartbeats of running ranks, and describe the one that hangs, if any.
 
         `pids`: rank -> process id.
         """
         readers = {rank: self._readers[pid] for rank, pid in pids.items() if pid in self._readers}
         states = [reader.check(rank) for rank, reader in readers.items()]
-        silent = find_silent(states)
-        if silent is None:
+        hung = find_hung_rank(states)
+        if hung is None:
             return None
-        pid = pids[silent.rank]
-        return describe_silent(silent, states, pid, readers[silent.rank].stacks_fd)
+        pid = pids[hung.rank]
+        return describe_hung_rank(hung, states, pid, readers[hung.rank].stacks_fd)
 
     def close(self) -> None:
         """Release all memory."""
@@ -381,14 +383,14 @@ class HeartbeatMonitor:
             self.remove(pid)
 
 
-def find_silent(states: Sequence[HeartbeatState]) -> HeartbeatState | None:
-    """Return the rank that hangs, if any; of several the one that has been silent for longest."""
-    silent = [state for state in states if state.is_silent]
-    return max(silent, key=lambda state: state.idle_seconds, default=None)
+def find_hung_rank(states: Sequence[HeartbeatState]) -> HeartbeatState | None:
+    """Return the rank that hangs, if any; of several the one that has been hung for longest."""
+    hung = [state for state in states if state.is_hung]
+    return max(hung, key=lambda state: state.idle_seconds, default=None)
 
 
-def process_state(pid: int) -> str:
-    """Return the state of a process as Linux describes it, such as `T (stopped)`; elsewhere
+def read_process_state(pid: int) -> str:
+    """Return the state of a process as in Linux's /proc, such as `T (stopped)`; elsewhere
     empty."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -400,9 +402,10 @@ def process_state(pid: int) -> str:
 def read_stacks(pid: int, stacks_fd: int) -> str:
     """Return the stacks of all threads of a rank; a stopped process is continued for that.
 
-    `stacks_fd`: file that the rank writes them to. The text says so if the rank does not answer.
+    `stacks_fd`: file that the rank writes them to. If the rank does not answer, the
+    text states this.
     """
-    is_stopped = process_state(pid).startswith(("T", "t"))
+    is_stopped = read_process_state(pid).startswith(("T", "t"))
     with suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
         if is_stopped:  # the signal is handled first, before the rank continues
@@ -424,29 +427,29 @@ def _read_text(fd: int) -> str:
     return ""
 
 
-def describe_silent(
-    silent: HeartbeatState, states: Sequence[HeartbeatState], pid: int, stacks_fd: int
-) -> SilentRank:
+def describe_hung_rank(
+    hung: HeartbeatState, states: Sequence[HeartbeatState], pid: int, stacks_fd: int
+) -> HungRank:
     """Describe a rank that hangs, with its stacks and the heartbeats of the other ranks."""
-    state, stacks = process_state(pid), read_stacks(pid, stacks_fd)
-    others = [each for each in states if each.rank != silent.rank]
-    summary = summarize_silent(silent)
+    state, stacks = read_process_state(pid), read_stacks(pid, stacks_fd)
+    others = [each for each in states if each.rank != hung.rank]
+    summary = summarize_hung_rank(hung)
     lines = [
-        f"rank {silent.rank} {summary}.",
+        f"rank {hung.rank} {summary}.",
         f"If it is only slow, set parallel.heartbeat_timeout_seconds to more than "
-        f"{silent.idle_seconds:.0f}.",
+        f"{hung.idle_seconds:.0f}.",
     ]
     lines += [f"State of its process: {state}."] if state else []
     lines += ["Stacks of all its threads:", stacks]
     if others:
         lines += ["Heartbeats of the other ranks of its machine:"]
         lines += [f"  rank {each.rank}: {each}" for each in others[:MAX_RANKS_SHOWN]]
-    return SilentRank(silent.rank, summary, "\n".join(lines))
+    return HungRank(hung.rank, summary, "\n".join(lines))
 
 
-def summarize_silent(silent: HeartbeatState) -> str:
+def summarize_hung_rank(hung: HeartbeatState) -> str:
     """Describe a rank that hangs in one line."""
     return (
-        f"has made no progress for {silent.idle_seconds:.1f} s in section {silent.section}, "
-        f"outside of collectives, and was killed (timeout: {silent.timeout_seconds:.1f} s)"
+        f"has made no progress for {hung.idle_seconds:.1f} s in section {hung.section}, "
+        f"outside of collectives, and was killed (timeout: {hung.timeout_seconds:.1f} s)"
     )

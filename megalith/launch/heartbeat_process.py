@@ -19,9 +19,9 @@ from megalith.launch.heartbeat import (
     HeartbeatReader,
     HeartbeatState,
     RankHeartbeat,
-    describe_silent,
+    describe_hung_rank,
     map_heartbeat,
-    writing_stacks,
+    write_stacks_on_signal,
 )
 from megalith.launch.launcher import (
     ERROR_FILE,
@@ -43,14 +43,14 @@ def open_heartbeat(environment: Mapping[str, str]) -> Iterator[RankHeartbeat]:
     monitored."""
     if LAUNCHER in environment and HEARTBEATS in environment:
         fd, stacks_fd = map(int, environment[HEARTBEATS].split(":"))
-        with writing_stacks(stacks_fd):
+        with write_stacks_on_signal(stacks_fd):
             yield RankHeartbeat(map_heartbeat(fd))
     elif LAUNCHER not in environment and in_worker(environment):
         reader = HeartbeatReader()
         rank = int(environment["RANK"])
         with (
             closing(reader),
-            writing_stacks(reader.stacks_fd),
+            write_stacks_on_signal(reader.stacks_fd),
             _monitor_process(reader.fd, reader.stacks_fd, rank),
         ):
             yield RankHeartbeat(map_heartbeat(reader.fd))
@@ -112,13 +112,13 @@ def monitor_rank(fd: int, stacks_fd: int, pid: int, rank: int) -> None:
         if time.monotonic() - last_write > MAX_GAP_SECONDS:
             last_write = time.monotonic()
             _write_state(folder, state)
-        if state.is_silent:
-            silent = describe_silent(state, _read_states(folder), pid, stacks_fd)
-            failure = Failure(rank, silent.summary, silent.text, time.monotonic_ns())
+        if state.is_hung:
+            hung = describe_hung_rank(state, _read_states(folder), pid, stacks_fd)
+            failure = Failure(rank, hung.summary, hung.text, time.monotonic_ns())
             if error_file is not None:
                 with suppress(OSError):
                     write_torchrun_record(failure, Path(error_file))
-            sys.stderr.write(f"megalith: {silent.text}\n")
+            sys.stderr.write(f"megalith: {hung.text}\n")
             sys.stderr.flush()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -244,7 +244,7 @@ class InPlaceRanks(LocalRanks):
                 self._count_death(self._restart, rank)
             self._continue_restart(self._restart)
         elif self.failed_ns is None:
-            self.end_silent_rank()
+            self.kill_hung_rank()
             self._refill_spares()
 
     def _receive(self) -> None:

@@ -571,23 +571,23 @@ class LocalRanks:
         ):
             self.failed_ns = now
         if self.failed_ns is None:
-            self.end_silent_rank()
+            self.kill_hung_rank()
         self.end_the_rest(now)
         return len(self.ended_ns) < self.nproc
 
-    def end_silent_rank(self) -> None:
+    def kill_hung_rank(self) -> None:
         """Kill a rank that makes no progress, after its failure was recorded for it."""
         running = {
             rank: process.pid
             for rank, process in enumerate(self.processes)
             if rank not in self.ended_ns
         }
-        silent = self.heartbeats.find_silent(running)
-        if silent is None or self.read_record(silent.rank) is not None:
+        hung = self.heartbeats.find_hung_rank(running)
+        if hung is None or self.read_record(hung.rank) is not None:
             return
-        failure = Failure(silent.rank, silent.summary, silent.text, time.monotonic_ns())
+        failure = Failure(hung.rank, hung.summary, hung.text, time.monotonic_ns())
         write_failure(failure, f"{os.getpid()}:{self.folder}")
-        self.processes[silent.rank].send_signal(signal.SIGKILL)
+        self.processes[hung.rank].send_signal(signal.SIGKILL)
 
     def end_the_rest(self, now: int) -> None:
         """End the ranks that still run some time after one has failed."""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megalith.config.train import TrainRun, is_started
 from megalith.config.tree import flatten
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.launch.heartbeat import RankHeartbeat, noting_waits
+from megalith.launch.heartbeat import RankHeartbeat, record_waits
 from megalith.launch.launcher import FAULT, Failure, end_rank
 from megalith.launch.rounds import OpenedSockets, RestartClient
 from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
@@ -150,7 +150,7 @@ def _join_ranks(
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
-    with watching(watch), noting_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
+    with watching(watch), record_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
         try:
             world = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
             check_consistent_settings(flatten(run), world)

@@ -51,7 +51,7 @@ from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.fault_injector import FaultInjector
 from megalith.train.callbacks.health import Checkpointer, Evaluator
 from megalith.train.callbacks.health_check import HealthCheck
-from megalith.train.callbacks.heartbeat import HeartbeatWriter, writing_heartbeat
+from megalith.train.callbacks.heartbeat import HeartbeatWriter, start_heartbeat
 from megalith.train.callbacks.local_tier import LocalCheckpointer
 from megalith.train.callbacks.memory import (
     is_out_of_memory,
@@ -141,7 +141,7 @@ def run_training(
     folder = replace(folder, checkpoint_folder=run.checkpoint.parse_folder())
     starts = starts or StartLog(folder.path, rank=mesh.world.rank)
     with (
-        writing_heartbeat(heartbeat, run, folder, mesh),
+        start_heartbeat(heartbeat, run, folder, mesh),
         remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
         starts.record_failure(),
@@ -386,7 +386,7 @@ class TrainLoop:
             progress.print_line,
             self.callbacks.request,
             self.events.record,
-            self.heartbeat.beat,
+            self.heartbeat.record,
         )
         self._group_state = RunState(prepared, self.callbacks, self.batch_schedule)
         self.diloco: DilocoSync | None = None
@@ -624,7 +624,7 @@ class TrainLoop:
         return self.prepared.build_loader()
 
     def _roll_back(self) -> Loader:
-        """Restore the checkpoint that a callback's plan asks for, by default the newest one, and
+        """Restore the checkpoint that a callback's plan requests, by default the newest one, and
         return the loader of the samples that follow.
 
         The checkpoint is saved again with the new position in the data, so that a restart does not

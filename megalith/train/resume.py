@@ -801,7 +801,7 @@ class PreparedRun:
             rules=rules,
             purpose="start" if resets_optimizer else "resume",
             vocab_size=run.model.vocab_size if padded else None,
-            report_progress=self.heartbeat.beat,
+            report_progress=self.heartbeat.record,
         )
         # A folder without config.yaml was not compared by list_changed_settings.
         if saved_run is not None:

@@ -27,7 +27,7 @@ from megalith.launch.heartbeat import (
     RankHeartbeat,
     Section,
     SectionTimes,
-    find_silent,
+    find_hung_rank,
     map_heartbeat,
     merge_times,
     read_times,
@@ -53,20 +53,20 @@ def sleep():
 def work_slowly():
     for _ in range(4):
         time.sleep(0.6)
-        heartbeat.beat()
+        heartbeat.record()
     os._exit(0)
 
 def run():
     global heartbeat
     with open_heartbeat(os.environ) as heartbeat:
         heartbeat.set_timeouts(60, fixed_seconds=1.0)
-        heartbeat.beat(sys.argv[2])
+        heartbeat.record(sys.argv[2])
         if os.environ["RANK"] == "1":
             globals()[sys.argv[1]]()
         waits = threading.Event()
         for _ in range(100 if sys.argv[1] != "work_slowly" else 60):
             waits.wait(0.05)
-            heartbeat.note_wait()
+            heartbeat.record_wait()
     return 0
 
 sys.exit(worker_main(run, os.environ))
@@ -105,7 +105,7 @@ def test_rank_without_progress_is_killed_and_reported_with_its_stacks(
     assert "set parallel.heartbeat_timeout_seconds to more than" in text
     assert f"State of its process: {state} (" in text
     assert 'rank.py", line ' in text and f" in {how}\n" in text, "the stack of the main thread"
-    assert re.search(rf"  rank 0: {section}, heartbeat 1, last sign of progress 0\.\d s ago", text)
+    assert re.search(rf"  rank 0: {section}, heartbeat 1, last progress 0\.\d s ago", text)
 
 
 def test_slow_rank_and_rank_that_waits_for_it_are_not_killed(script: Path) -> None:
@@ -185,16 +185,16 @@ def test_record_has_16_bytes() -> None:
 def test_timeouts_are_learned_after_16_passes_and_at_least_60_seconds(clock: Clock) -> None:
     heartbeat, reader = shared()
     heartbeat.set_timeouts(600.0)
-    heartbeat.beat("start")
+    heartbeat.record("start")
     clock.now += 300.0  # compilation in the first step is not a step
-    heartbeat.beat("step")
+    heartbeat.record("step")
     for number in range(MIN_PASSES):
         assert reader.check(3).timeout_seconds == 600.0, number
         clock.now += 2.0
-        heartbeat.beat()
+        heartbeat.record()
     assert reader.check(3).timeout_seconds == 60.0
     clock.now += 30.0
-    heartbeat.beat()
+    heartbeat.record()
     assert reader.check(3).timeout_seconds == 150.0
     with heartbeat.within("save"):
         assert reader.check(3).timeout_seconds == 600.0, "each section has its own"
@@ -206,42 +206,42 @@ def test_timeout_shorter_than_60_seconds_is_kept(clock: Clock) -> None:
     heartbeat.set_timeouts(10.0)
     for _ in range(MIN_PASSES + 1):
         clock.now += 0.5
-        heartbeat.beat("step")
+        heartbeat.record("step")
     assert reader.check(3).timeout_seconds == 10.0
 
 
 def test_time_in_which_a_rank_waited_for_others_is_not_learned(clock: Clock) -> None:
     heartbeat, _ = shared()
     heartbeat.set_timeouts(600.0)
-    heartbeat.beat("step")
+    heartbeat.record("step")
     clock.now += 100.0
-    heartbeat.note_wait()
-    heartbeat.beat()
+    heartbeat.record_wait()
+    heartbeat.record()
     clock.now += 1.0
-    heartbeat.beat()
+    heartbeat.record()
     assert heartbeat.times == {"step": SectionTimes(1, 1.0)}
 
 
-def test_rank_is_silent_after_its_timeout_without_beat_or_wait(clock: Clock) -> None:
+def test_rank_is_hung_after_its_timeout_without_heartbeat_or_wait(clock: Clock) -> None:
     heartbeat, reader = shared()
     assert wait(clock, reader, 1000).section is None, "not monitored before the first heartbeat"
     heartbeat.set_timeouts(60.0)
-    heartbeat.beat("step")
-    assert not wait(clock, reader, 60).is_silent
-    heartbeat.note_wait()
-    assert not wait(clock, reader, 60).is_silent
-    heartbeat.beat()
-    assert not wait(clock, reader, 60).is_silent
+    heartbeat.record("step")
+    assert not wait(clock, reader, 60).is_hung
+    heartbeat.record_wait()
+    assert not wait(clock, reader, 60).is_hung
+    heartbeat.record()
+    assert not wait(clock, reader, 60).is_hung
     state = wait(clock, reader, 1)
-    assert state.is_silent and find_silent([state]) == state
+    assert state.is_hung and find_hung_rank([state]) == state
     heartbeat.stop()
-    assert not wait(clock, reader, 100).is_silent, "it is not monitored after an error"
+    assert not wait(clock, reader, 100).is_hung, "it is not monitored after an error"
 
 
 def test_time_in_which_the_monitor_was_stopped_does_not_count(clock: Clock) -> None:
     heartbeat, reader = shared()
     heartbeat.set_timeouts(60.0)
-    heartbeat.beat("step")
+    heartbeat.record("step")
     reader.check(3)
     clock.now += 3600.0
     assert reader.check(3).idle_seconds <= 1.0
@@ -250,16 +250,16 @@ def test_time_in_which_the_monitor_was_stopped_does_not_count(clock: Clock) -> N
 def test_monitor_releases_the_memory_of_processes_that_ended() -> None:
     monitor, reader = HeartbeatMonitor(), HeartbeatReader()
     monitor.add(17, reader)
-    assert monitor.find_silent({0: 17, 1: 18}) is None
+    assert monitor.find_hung_rank({0: 17, 1: 18}) is None
     monitor.remove(17)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reader.fd)
     monitor.close()
 
 
-def test_longest_silent_rank_is_the_root_cause() -> None:
+def test_longest_hung_rank_is_the_root_cause() -> None:
     states = [HeartbeatState(rank, "step", 1, 60.0 + rank % 2, 50.0) for rank in range(4)]
-    found = find_silent(states)
+    found = find_hung_rank(states)
     assert found is not None and found.rank == 1
 
 
@@ -337,12 +337,12 @@ def test_heartbeat_is_written_without_a_system_call() -> None:
     heartbeat, reader = shared()
     heartbeat.set_timeouts(600.0)
 
-    def beat() -> None:
+    def record() -> None:
         for _ in range(1000):
-            heartbeat.beat("step")
-            heartbeat.note_wait()
+            heartbeat.record("step")
+            heartbeat.record_wait()
 
-    heartbeat.beat("step")
-    assert _needs_no_system_call(beat)
-    assert reader.check(3).beats == 1001, "the memory is shared with the child"
+    heartbeat.record("step")
+    assert _needs_no_system_call(record)
+    assert reader.check(3).num_heartbeats == 1001, "the memory is shared with the child"
     assert not _needs_no_system_call(os.getppid), "the filter detects a system call"

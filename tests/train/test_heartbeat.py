@@ -115,7 +115,7 @@ def test_rank_that_hangs_outside_of_collectives_is_the_root_cause(
     assert timeout is not None and 3.0 <= float(timeout[1]) < 60.0, "it is learned"
     assert float(seconds[1]) < float(timeout[1]) + 5.0
     assert output.index("rank 1 failed first") < output.index(f" in {function}\n")
-    assert re.search(r"  rank 0: \w+, heartbeat \d+, last sign of progress", output)
+    assert re.search(r"  rank 0: \w+, heartbeat \d+, last progress", output)
     assert read_times(tmp_path / "run" / "heartbeats.json", 2)["step"].passes > 16
 
 
@@ -129,8 +129,8 @@ def test_sections_of_a_run_follow_each_other(tmp_path: Path) -> None:
     sections: list[Section | None] = []
 
     class Recorder(RankHeartbeat):
-        def beat(self, section: Section | None = None) -> None:
-            super().beat(section)
+        def record(self, section: Section | None = None) -> None:
+            super().record(section)
             if sections[-1:] != [self.section]:
                 sections.append(self.section)
 

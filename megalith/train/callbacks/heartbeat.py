@@ -16,7 +16,7 @@ from megalith.train.run_folder import RunFolder
 
 
 @contextmanager
-def writing_heartbeat(
+def start_heartbeat(
     heartbeat: RankHeartbeat, run: TrainRun, folder: RunFolder, mesh: Mesh
 ) -> Iterator[None]:
     """Set the timeouts of all sections, those of earlier starts included, and begin the section
@@ -27,7 +27,7 @@ def writing_heartbeat(
         fixed_seconds=run.parallel.heartbeat_timeout_seconds,
         times=read_times(folder.heartbeats, mesh.world.size),
     )
-    heartbeat.beat("start")
+    heartbeat.record("start")
     try:
         yield
     except BaseException:
@@ -44,24 +44,24 @@ class HeartbeatWriter(Callback):
     def on_start(self, run: RunView) -> None:
         """Receive the run."""
         self._run, self._heartbeat = run, run.prepared.heartbeat
-        self._heartbeat.beat()
+        self._heartbeat.record()
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Record that the data was read."""
-        self._heartbeat.beat()
+        self._heartbeat.record()
 
     def after_microbatch(self, index: int) -> None:
         """Record that a microbatch was computed."""
-        self._heartbeat.beat()
+        self._heartbeat.record()
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
         """Record that the gradients are summed."""
-        self._heartbeat.beat()
+        self._heartbeat.record()
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Record that the step is finished. The first one, which may compile, belongs to the
         start."""
-        self._heartbeat.beat("step")
+        self._heartbeat.record("step")
 
     def after_save(self, report: SaveReport) -> None:
         """Write the learned times."""
@@ -70,7 +70,7 @@ class HeartbeatWriter(Callback):
     def on_end(self, outcome: Outcome) -> None:
         """Write the learned times, and begin the section `exit`."""
         self._write_times()
-        self._heartbeat.beat("exit")
+        self._heartbeat.record("exit")
 
     def _write_times(self) -> None:
         """Write the longest times of all ranks to the run folder. Collective."""
