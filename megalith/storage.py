@@ -375,7 +375,7 @@ _NETWORK_FILE_SYSTEMS = re.compile(
 
 def is_network_folder(path: Path) -> bool:
     """Return whether a folder is on a file system that several machines share; False where the
-    system does not say (macOS)."""
+    system does not list them (macOS)."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

@@ -257,9 +257,11 @@ class LocalTier:
         staging = self.folder / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
         try:
             sizes = raise_on_all_ranks(lambda: self._measure(entries, copy_address), world)
-            deaf = [rank for rank, size in enumerate(sizes) if peers and size.address is None]
-            if deaf:
-                raise CheckpointError(f"the writer processes of ranks {deaf} do not answer.")
+            unreachable = [
+                rank for rank, size in enumerate(sizes) if peers and size.address is None
+            ]
+            if unreachable:
+                raise CheckpointError(f"the writer processes of ranks {unreachable} do not answer.")
             raise_on_all_ranks(lambda: self._prepare(staging, sizes), world)
         except CheckpointError as error:
             raise self.discard(staging, step, error) from error

@@ -24,7 +24,7 @@ MAX_STARTS = 20
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:
     """Report the goodput of a run: the share of its wall time in productive steps, the other time
-    by cause, and the checkpoint interval that loses the least time.
+    by cause, and the optimal checkpoint interval.
 
     Reads starts.jsonl and events.jsonl; the run may be in progress.
     """
@@ -104,8 +104,8 @@ def describe_as_json(
         {"run": str(folder), "running": is_running, "goodput": report.goodput}
         | fields
         | {
-            "best_interval_seconds": report.best_interval_seconds,
-            "best_interval_steps": report.best_interval_steps,
+            "optimal_interval_seconds": report.optimal_interval_seconds,
+            "optimal_interval_steps": report.optimal_interval_steps,
             "problems": problems,
             "plot": None if plot is None else str(plot),
         }
@@ -160,22 +160,22 @@ def _format_starts(starts: tuple[StartReport, ...]) -> list[str]:
 
 
 def _format_interval(report: GoodputReport) -> str:
-    """Format the best checkpoint interval."""
-    save, between = report.mean_save_seconds, report.seconds_between_faults
+    """Format the optimal checkpoint interval."""
+    save, between = report.mean_save_seconds, report.mtbf_seconds
     if save is None:
-        return "best checkpoint interval: not known, because nothing was saved"
+        return "optimal checkpoint interval: not known, because nothing was saved"
     if between is None:
         return (
-            f"best checkpoint interval: not known, because there was no fault (a save delays "
+            f"optimal checkpoint interval: not known, because there was no fault (a save delays "
             f"training by {format_seconds(save)})"
         )
     now = "" if report.checkpoint_every is None else f"; checkpoint.every={report.checkpoint_every}"
-    seconds, steps = report.best_interval_seconds, report.best_interval_steps
+    seconds, steps = report.optimal_interval_seconds, report.optimal_interval_steps
     assert seconds is not None, "there were saves and faults"
     in_steps = "" if steps is None else f", {_count(steps, 'step')}"
     return (
-        f"best checkpoint interval: {format_seconds(seconds)}{in_steps}, from a fault every "
-        f"{format_seconds(between)} and saves that delay training by {format_seconds(save)} "
+        f"optimal checkpoint interval: {format_seconds(seconds)}{in_steps}, MTBF "
+        f"{format_seconds(between)}, saves that delay training by {format_seconds(save)} "
         f"(Young 1974, Daly 2006){now}"
     )
 

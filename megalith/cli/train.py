@@ -167,7 +167,8 @@ def _check_restarts(command: TrainCommand, run: TrainRun) -> None:
 
 
 def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
-    """Make earlier starts of the run not count; in the first process of the job only."""
+    """Exclude earlier starts of the run from crash-loop detection; in the first process of the job
+    only."""
     from megalith.launch.launcher import LAUNCHER
     from megalith.train.start_records import reset_attempts
 

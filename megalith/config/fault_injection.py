@@ -1,4 +1,4 @@
-"""Settings of planted faults, with which users test how their cluster and their run recover."""
+"""Settings of fault injection, with which users test how their cluster and their run recover."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ STEP_KINDS = (*NUMERIC_KINDS, "slow", "full_disk")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultInjectorConfig:
-    """Fault injection: a fault that one rank of the run plants in itself, for tests of fault
+    """Fault injection: a fault that is injected into one rank of the run, for tests of fault
     tolerance."""
 
     kind: FaultKind
     """exception: an internal error; kill: SIGKILL; stop: SIGSTOP; hang: a thread that waits
-    forever; hang_with_gil: the same with Python's lock held, so that no other thread of the process
+    forever; hang_with_gil: the same with the GIL held, so that no other thread of the process
     runs; segfault: an invalid memory access; slow: forward and backward take `factor` times as
     long; nan, bit_flip: a wrong value in `target`; full_disk: writes to files fail during the step,
     also those of writer processes; lost_link: all TCP connections of the process are shut down."""
 
     confirm: bool = False
-    """Must be true, so that no run has a planted fault by mistake."""
+    """Must be true, so that no fault is injected by mistake."""
 
     rank: Annotated[int, Ge(0)] = 0
     """Rank that has the fault."""
@@ -91,8 +91,8 @@ def fault_injector_problems(
     at, problems = "fault_injector", []
     if not config.confirm:
         problems.append(
-            f"{at}.kind={config.kind} plants a fault in the run. Set {at}.confirm=true if that is "
-            f"intended, or {at}=none."
+            f"{at}.kind={config.kind} injects a fault into the run. Set {at}.confirm=true if that "
+            f"is intended, or {at}=none."
         )
     if config.rank >= world:
         problems.append(

@@ -296,7 +296,7 @@ class TrainRun:
     """Detection of numeric faults, and the actions after them."""
 
     fault_injector: FaultInjectorConfig | None = None
-    """Fault injection, for tests of fault tolerance. Unset: no planted fault."""
+    """Fault injection, for tests of fault tolerance. Unset: no fault."""
 
     evaluate: dict[str, SuiteConfig] = field(default_factory=dict, hash=False)
     """Evaluation suites by name, such as evaluate.code.path; their metrics are NAME_loss,

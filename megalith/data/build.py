@@ -27,7 +27,7 @@ from megalith.config.fields import range_problems
 from megalith.config.plugins import load_plugin
 from megalith.data.cache import Arrays, load_or_build
 from megalith.data.indexed import IndexedDataset, missing_store_message
-from megalith.data.phases import PhasedDataset, PhasedDocuments, phase_counts
+from megalith.data.phases import PhasedDataset, PhasedDocuments, count_phase_samples
 from megalith.data.pretrain import (
     DocumentDataset,
     MockStore,
@@ -346,7 +346,7 @@ def _build_phases(
     """
     starts = [0, *(phase.samples for phase in builder.data.phases)]
     phases = []
-    for number, counts in enumerate(phase_counts(starts, [num_samples, *longer])):
+    for number, counts in enumerate(count_phase_samples(starts, [num_samples, *longer])):
         dataset = builder.for_phase(number).split("train", counts[0], counts[1:])
         assert dataset is not None, "a phase has samples"
         phases.append(dataset)

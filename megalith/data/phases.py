@@ -8,7 +8,7 @@ from megalith.data.sample import Dataset, HasDocumentLengths, Row
 from megalith.errors import DataError
 
 
-def phase_counts(starts: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+def count_phase_samples(starts: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     """Return the sample counts with which the dataset of each phase is built, of the phases that
     are reached.
 
@@ -16,9 +16,9 @@ def phase_counts(starts: Sequence[int], counts: Sequence[int]) -> list[list[int]
     ascending. A phase that another one follows is built for all of its samples, so that its order
     does not depend on the length of the run.
 
-    >>> phase_counts([0, 10, 15], [12])
+    >>> count_phase_samples([0, 10, 15], [12])
     [[10], [5]]
-    >>> phase_counts([0, 10, 15], [12, 20, 30])
+    >>> count_phase_samples([0, 10, 15], [12, 20, 30])
     [[10], [5], [5, 15]]
     """
     whole = [[end - start] for start, end in pairwise(starts)]

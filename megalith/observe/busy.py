@@ -79,7 +79,7 @@ class BusyMeter:
         self.discard_step()
 
     def discard_step(self) -> None:
-        """Forget the current step."""
+        """Discard the measurements of the current step."""
         self._seconds, self._spans = defaultdict(float), []
 
     def take(self) -> list[Mapping[str, float]]:

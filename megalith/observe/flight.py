@@ -73,13 +73,13 @@ class CollectiveRecord:
     row."""
 
     subject: str = ""
-    """What the data is, such as the weights of an FSDP unit; empty: the line of the call says
-    it."""
+    """Description of the data, such as the weights of an FSDP unit; empty: the call site
+    identifies it."""
 
     started: float = field(default_factory=time.monotonic)
     done: bool = False
     meter: BusyMeter | None = None
-    """Measures how long this rank waits for the operation; None: nothing does."""
+    """Measures how long this rank waits for the operation; None: not measured."""
     wait_started: Instant | None = None
     """When this rank began to wait for it, if `meter` measures that."""
     is_waited: bool = False
@@ -142,7 +142,7 @@ class FlightRecorder:
         self.compare: Callable[[CollectiveRecord], None] | None = None
         """Compares each operation with the other ranks' (parallel.check_collectives)."""
         self.meter: BusyMeter | None = None
-        """Measures the waits of this rank; None: nothing does."""
+        """Measures the waits of this rank; None: not measured."""
 
     def enter(
         self,
@@ -378,7 +378,7 @@ def _rank_lines(
 
 def _line(place: RankSnapshot | None) -> str:
     if place is None:
-        return "does not answer: dead, stopped, or holding Python's lock"
+        return "does not answer: dead, stopped, or holding the GIL"
     now = f"; now at {' < '.join(place.doing)}" if place.doing else ""
     if place.waiting is not None:
         return f"in {place.waiting.text}, for {place.waiting.age_seconds:g} s"

@@ -58,7 +58,7 @@ class Timers:
         self.ranges: ProfilerRanges | None = None
         """Annotates every section while a profiler records."""
         self.meter: BusyMeter | None = None
-        """Measures the busy time of `BUSY_SECTIONS`; None: nothing does."""
+        """Measures the busy time of `BUSY_SECTIONS`; None: not measured."""
 
         self._uses_events = (
             device is not None

@@ -72,8 +72,8 @@ def record_collective(
 
     With parallel.check_collectives it first checks that the other ranks are about to start the same
     one. `rows`: how many rows this rank sends to each rank and receives from each, if the ranks'
-    tensors differ in their first dimension. `subject`: what `x` is, where the line of the call does
-    not say it.
+    tensors differ in their first dimension. `subject`: description of `x`, if the call site does
+    not identify it.
 
     Raises:
         CollectiveError: the ranks are about to start different collectives.

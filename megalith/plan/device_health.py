@@ -49,7 +49,7 @@ def find_outliers(devices: Sequence[DeviceHealth]) -> list[Outlier]:
 
     >>> devices = [DeviceHealth("a", "cpu", {"matmul fp32": bits}) for bits in (7, 7, 9)]
     >>> [(each.rank, each.reason) for each in find_outliers(devices)]
-    [(2, 'matmul fp32 has other bits than on rank 0, a device of the same type')]
+    [(2, 'matmul fp32 has different bits than on rank 0, a device of the same type')]
     """
     outliers = [
         Outlier(rank, "bits", error) for rank, each in enumerate(devices) for error in each.errors
@@ -64,7 +64,7 @@ def find_outliers(devices: Sequence[DeviceHealth]) -> list[Outlier]:
 
 
 def _find_wrong_bits(devices: Sequence[DeviceHealth], ranks: Sequence[int]) -> list[Outlier]:
-    """Return the ranks of one device type whose results have other bits than most."""
+    """Return the ranks of one device type whose results differ in bits from most."""
     outliers = []
     for name in sorted({name for rank in ranks for name in devices[rank].bits}):
         checksums = {rank: devices[rank].bits.get(name) for rank in ranks}
@@ -77,7 +77,9 @@ def _find_wrong_bits(devices: Sequence[DeviceHealth], ranks: Sequence[int]) -> l
                 continue
             other = next(each for each in ranks if checksums[each] != checksum)
             which = "" if has_majority else "; which one is wrong is unknown"
-            reason = f"{name} has other bits than on rank {other}, a device of the same type{which}"
+            reason = (
+                f"{name} has different bits than on rank {other}, a device of the same type{which}"
+            )
             outliers.append(Outlier(rank, "bits", reason))
     return outliers
 

@@ -185,9 +185,9 @@ class StepRun:
 
 Cause = Literal["none", "transient", "persistent", "state", "model", "undecided"]
 """none: no rank differs, and the checks pass; transient: a machine computed wrongly once;
-persistent: it does so repeatedly; state: the memory of a machine has optimizer state that no
-training gives; model: the model or its data; undecided: there is no other rank that could compute
-the samples."""
+persistent: it does so repeatedly; state: the memory of a machine has optimizer state that
+training cannot produce; model: the model or its data; undecided: there is no other rank
+that could compute the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,7 @@ def diagnose_runs(
 def _compare_three(
     runs: Sequence[StepRun], passes: Sequence[bool], tolerance: float | None, max_reruns: int
 ) -> Diagnosis:
-    """Return the cause if the last run differs from the one before it, and neither explains the
-    other."""
+    """Return the cause of three or more runs, of which the last two differ."""
     suspects = _list_ever_differing(runs, tolerance)
     if not _list_differing_ranks(runs[0], runs[-1], tolerance):
         if passes[-1]:

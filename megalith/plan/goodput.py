@@ -1,7 +1,7 @@
 """Goodput of a run: its wall time by cause, as a pure function of the lines of `starts.jsonl` and
-`events.jsonl`, and the checkpoint interval that loses the least time.
+`events.jsonl`, and the optimal checkpoint interval.
 
-Each start is a process, whose events are ordered by a clock that is never set; the starts follow
+Each start is a process, whose events are ordered by a monotonic clock; the starts follow
 each other by the wall clock. The causes are a partition: they sum to the wall time.
 """
 
@@ -58,7 +58,7 @@ class _Timeline:
     chosen: float | None = None
     """Time at which its checkpoint was chosen, as `began`."""
 
-    def find_end(self) -> float:
+    def compute_duration(self) -> float:
         """Return the seconds from the start to its exit, or to its last event."""
         last = max((float(each["elapsed"]) for each in self.events), default=0.0)
         last = max(last, 0.0 if self.chosen is None else self.chosen - self.began)
@@ -70,7 +70,7 @@ class _Timeline:
 
     @property
     def wall_clock_at_start(self) -> float:
-        """What the wall clock, as it was set at the last event, showed at the start."""
+        """Wall-clock time of the start, computed back from the last event."""
         if not self.events:
             return self.began
         return float(self.events[-1]["time"]) - float(self.events[-1]["elapsed"])
@@ -113,14 +113,14 @@ class GoodputReport:
     mean_step_seconds: float | None
     mean_save_seconds: float | None
     """Mean time for which a persistent save delays training."""
-    seconds_between_faults: float | None
+    mtbf_seconds: float | None
     """Time in starts divided by the number of faults: starts that ended by one, or of which no exit
     was recorded."""
     checkpoint_every: int | None
     """Setting of the last start."""
     event_counts: Mapping[str, int]
     notes: tuple[str, ...]
-    """What the files lack, or what is wrong in them."""
+    """Missing and invalid rows of the files."""
 
     @property
     def goodput(self) -> float:
@@ -131,28 +131,28 @@ class GoodputReport:
         return self.causes["productive"] / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
-    def best_interval_seconds(self) -> float | None:
-        """The time between saves that loses the least time to saves and repeated steps."""
-        save, between = self.mean_save_seconds, self.seconds_between_faults
-        return None if not save or not between else best_checkpoint_interval(save, between)
+    def optimal_interval_seconds(self) -> float | None:
+        """Time between saves that minimizes the time of saves and repeated steps."""
+        save, between = self.mean_save_seconds, self.mtbf_seconds
+        return None if not save or not between else compute_optimal_interval(save, between)
 
     @property
-    def best_interval_steps(self) -> int | None:
+    def optimal_interval_steps(self) -> int | None:
         """The same in steps, at least 1."""
-        seconds, step = self.best_interval_seconds, self.mean_step_seconds
+        seconds, step = self.optimal_interval_seconds, self.mean_step_seconds
         return None if not seconds or not step else max(1, round(seconds / step))
 
 
-def best_checkpoint_interval(save_seconds: float, seconds_between_faults: float) -> float:
-    """Return the checkpoint interval with the least expected loss of time.
+def compute_optimal_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Return the checkpoint interval that minimizes the expected lost time.
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006,
     "A higher order estimate of the optimum checkpoint interval for restart dumps".
 
-    >>> best_checkpoint_interval(2.0, 10_000.0)
+    >>> compute_optimal_interval(2.0, 10_000.0)
     200.0
     """
-    return math.sqrt(2 * save_seconds * seconds_between_faults)
+    return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
 def compute_goodput(
@@ -189,7 +189,7 @@ def compute_goodput(
             totals[cause] += seconds
         wall += report.seconds
         reports.append(report)
-        previous_end = timeline.wall_clock_at_start + timeline.find_end()
+        previous_end = timeline.wall_clock_at_start + timeline.compute_duration()
         if abs(change := timeline.wall_clock_at_start - timeline.began) > CLOCK_TOLERANCE_SECONDS:
             notes.append(f"the clock was set by {change:+.1f} s during start {timeline.number}")
     return _summarize(timelines, reports, kept, totals, wall, notes)
@@ -234,7 +234,7 @@ def _summarize(
         num_faults=num_faults,
         mean_step_seconds=step_seconds / num_done if num_done else None,
         mean_save_seconds=save_seconds / num_saves if num_saves else None,
-        seconds_between_faults=in_starts / num_faults if num_faults else None,
+        mtbf_seconds=in_starts / num_faults if num_faults else None,
         checkpoint_every=every[-1] if every else None,
         event_counts=counts,
         notes=tuple(notes),
@@ -302,9 +302,9 @@ def _build_timelines(
     if unknown:
         listed = ", ".join(map(str, dict.fromkeys(unknown)))
         notes.append(f"starts.jsonl has no line of start {listed}, so its exit is not known")
-    silent = [number for number, timeline in timelines.items() if not timeline.events]
-    if silent:
-        listed = ", ".join(map(str, silent))
+    without_events = [number for number, timeline in timelines.items() if not timeline.events]
+    if without_events:
+        listed = ", ".join(map(str, without_events))
         notes.append(f"events.jsonl has no line of start {listed}: it ended before training, or ")
         notes[-1] += "the file is incomplete"
     return [timelines[number] for number in sorted(timelines)]
@@ -337,9 +337,10 @@ def _count_kept_steps(timelines: Sequence[_Timeline]) -> dict[tuple[int, int], i
 def _account_start(
     timeline: _Timeline, kept: Mapping[tuple[int, int], int], skipped_seconds: float
 ) -> StartReport:
-    """Return the time of a start by cause; its first `skipped_seconds` are not its own."""
+    """Return the time of a start by cause; its first `skipped_seconds` belong to the start
+    before."""
     causes = dict.fromkeys(CAUSES, 0.0)
-    cursor, waiting = min(skipped_seconds, timeline.find_end()), 0.0
+    cursor, waiting = min(skipped_seconds, timeline.compute_duration()), 0.0
     began, is_training = cursor, False
     last_step = timeline.step
     for index, row in enumerate(timeline.events):
@@ -358,7 +359,7 @@ def _account_start(
         causes["other" if is_training else "start-up"] += end - cursor - seconds
         is_training = is_training or row["event"] == "start"
         cursor = end
-    end = max(cursor, timeline.find_end())
+    end = max(cursor, timeline.compute_duration())
     rest = "other" if is_training else "start-up"
     if timeline.exit is not None and timeline.exit.is_fault:
         rest = "detection" if is_training else "start-up"

@@ -134,7 +134,7 @@ class RollbackTarget:
     step: int
 
     is_recent: bool
-    """Whether it is later than asked for, because no older healthy checkpoint exists."""
+    """Whether it is later than requested, because no older healthy checkpoint exists."""
 
 
 def choose_checkpoint(

@@ -17,11 +17,11 @@ MAX_FAILED_STARTS = 4
 with the newest checkpoint, then one of the previous tier, then one of the checkpoint before."""
 
 MIN_FAULTS_OF_SUSPECT = 3
-"""Starts whose faults name a host, after which it is a suspect."""
+"""Starts that failed on a host after which it is a suspect."""
 
 NOT_FAULTS = frozenset({0, 2, 75, 76})
 """Exit codes after which a start does not count: done, the user must change something, stopped
-after a save, and a suspect machine, which the detection of faults counts itself."""
+after a save, and a suspect machine, which fault detection counts separately."""
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ class StartExit:
     time: float
     """Seconds since 1970."""
     cause: str
-    """One line: done, the reason of a stop, or the failure that came first."""
+    """One line: done, the reason of a stop, or the first failure."""
     code: int
     step: int | None = None
     """The last finished step, if it is known."""
@@ -42,7 +42,7 @@ class StartExit:
     host: str | None = None
     """Host of that rank."""
     elapsed: float | None = None
-    """Seconds since the process began, by a clock that is never set; None: another process wrote
+    """Seconds since the process began, by the monotonic clock; None: another process wrote
     the line."""
     is_consequence: bool = False
     """Whether the failure only shows that another rank has failed."""
@@ -91,7 +91,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """With which checkpoint a start begins, and when."""
+    """Checkpoint with which a start begins, and the delay before it."""
 
     choice: StartChoice
     num_failed: int
@@ -100,8 +100,8 @@ class StartDecision:
 
 
 def parse_starts(rows: Iterable[Mapping[str, Any]]) -> list[Start]:  # Any: JSON
-    """Return the starts that the rows of `starts.jsonl` describe, with the exit whose failure came
-    first. Rows of other kinds are ignored; the others have no problem that `find_record_problem`
+    """Return the starts that the rows of `starts.jsonl` describe, with the exit that has the first
+    failure. Rows of other kinds are ignored; the others have no problem that `find_record_problem`
     finds.
     """
     starts: dict[int, Start] = {}
@@ -194,7 +194,7 @@ def count_failed_starts(starts: Sequence[Start], newest_step: int) -> int:
 def decide_start(
     starts: Sequence[Start], *, newest_step: int, has_older_tier: bool, has_older_checkpoint: bool
 ) -> StartDecision:
-    """Return with which checkpoint a run starts after the starts so far.
+    """Return the checkpoint with which a run starts, from its earlier starts.
 
     `newest_step`: step of the newest checkpoint. `has_older_tier`: it is a local one, and there is
     a persistent one; `has_older_checkpoint`: there is one before the newest persistent one.
@@ -214,10 +214,9 @@ def decide_start(
 
 
 def find_suspect_hosts(starts: Sequence[Start]) -> dict[str, list[Start]]:
-    """Return the hosts that faults of several starts name, with these starts.
+    """Return the hosts on which several starts failed, with these starts.
 
-    A host that was the only one of such a start is not blamed by it: the fault may be in the
-    program.
+    Starts with a single host do not count: the fault may be in the program.
     """
     named: dict[str, list[Start]] = {}
     for start in starts:

@@ -38,10 +38,10 @@ class Straggler:
     """The shortest time of ranks with the same work, or the own time in the first report."""
 
 
-def median_times(steps: Sequence[BusyTimes]) -> dict[str, float]:
+def compute_median_times(steps: Sequence[BusyTimes]) -> dict[str, float]:
     """Return the median of each section over steps; a section that a step lacks took no time.
 
-    >>> median_times([{"forward": 1.0}, {"forward": 3.0, "data": 1.0}, {"forward": 2.0}])
+    >>> compute_median_times([{"forward": 1.0}, {"forward": 3.0, "data": 1.0}, {"forward": 2.0}])
     {'data': 0.0, 'forward': 2.0}
     """
     sections = sorted({section for step in steps for section in step})
@@ -68,10 +68,10 @@ def find_slow_sections(
     ]
 
 
-def best_times(ranks: Sequence[BusyTimes]) -> dict[str, float]:
+def find_shortest_times(ranks: Sequence[BusyTimes]) -> dict[str, float]:
     """Return the shortest time of each section over ranks that all have it.
 
-    >>> best_times([{"data": 1.0, "forward": 2.0}, {"forward": 1.0}])
+    >>> find_shortest_times([{"data": 1.0, "forward": 2.0}, {"forward": 1.0}])
     {'forward': 1.0}
     """
     shared = set.intersection(*(set(times) for times in ranks)) if ranks else set()
@@ -101,8 +101,8 @@ class StragglerHistory:
     num_low: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     """Number of low scores in a row by reference (others or before), rank and section."""
 
-    def forget(self) -> None:
-        """Begin anew, because the work of a step has changed."""
+    def reset(self) -> None:
+        """Restart the comparison, because the work of a step has changed."""
         self.first = ()
         self.num_low.clear()
 
@@ -116,7 +116,7 @@ class StragglerHistory:
             [times for times, other in zip(ranks, work, strict=True) if other == own]
             for own in work
         ]
-        best = [best_times(each) for each in peers]
+        best = [find_shortest_times(each) for each in peers]
         totals = [sum(times.values()) for times in ranks]
         scores = [
             min(sum(times.values()) for times in each) / total if total else 1.0

@@ -66,8 +66,8 @@ def read_starts(folder: Path) -> tuple[list[Start], list[str]]:
 
 
 def reset_attempts(folder: Path) -> bool:
-    """Make earlier starts of a run not count; return whether it had any. Their lines stay, because
-    `megalith report` reads them."""
+    """Exclude earlier starts of a run from crash-loop detection; return whether it had any.
+    Their lines stay, because `megalith report` reads them."""
     if not (folder / STARTS).exists():
         return False
     append_record(folder / STARTS, {"kind": "reset", "time": round(time.time(), 3)})

@@ -27,7 +27,7 @@ SUSPECTS = "suspects.jsonl"
 """File of the run folder: one line for each suspect, with host, device, rank and reason."""
 
 RECURRING = "recurring"
-"""Kind of a suspect that faults of several starts name."""
+"""Kind of a suspect on which several starts failed."""
 
 INTERRUPTED_CODE = 130
 """Exit code after Ctrl-C."""
@@ -49,8 +49,8 @@ class StartLog:
         current_round: Round | None = None,
     ) -> None:
         """`escalates`: begin with an older checkpoint, or not at all, if earlier starts have failed
-        with the same cause. `environment`: of the process, to know its launcher. `current_round`:
-        of a job that may be restarted in place; each round is a start."""
+        with the same cause. `environment`: of the process, which identifies its launcher.
+        `current_round`: of a job that may be restarted in place; each round is a start."""
         self.job_started = None if current_round is None else current_round.job_started
         """`time.monotonic()` from which train.max_minutes counts; None: from the first step on."""
         self.folder, self.rank, self.escalates = folder, rank, escalates
@@ -68,13 +68,13 @@ class StartLog:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began, by a clock that is never set."""
+        """Seconds since this process began, by the monotonic clock."""
         return time.monotonic() - self._began_monotonic
 
     def decide(
         self, world: Group, *, newest_step: int, has_older_tier: bool, has_older_checkpoint: bool
     ) -> StartDecision:
-        """Return with which checkpoint the run starts, after the delay before that. Collective;
+        """Return the checkpoint with which the run starts, after the delay before that. Collective;
         the last three arguments count on rank 0.
 
         Raises:
@@ -267,7 +267,7 @@ def append_suspect(folder: Path, *, host: str, rank: int | None, step: int, reas
 
 
 def _report_suspects(folder: Path, starts: Sequence[Start]) -> None:
-    """Log and write the hosts that several faults name."""
+    """Log and record the hosts on which several starts failed."""
     for host, named in find_suspect_hosts(starts).items():
         reason = f"named by faults of starts {', '.join(str(each.number) for each in named)}"
         _log.warning("host %s is a suspect: %s", host, reason)
@@ -285,8 +285,8 @@ def _report_suspects(folder: Path, starts: Sequence[Start]) -> None:
 
 
 def _read_process_start() -> tuple[float, float]:
-    """Return when this process began, in seconds since 1970 and of the monotonic clock; now, where
-    the system does not say."""
+    """Return when this process began, in seconds since 1970 and of the monotonic clock; now, if
+    the system does not provide it."""
     age = 0.0
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -540,8 +540,8 @@ def _rerun_backward(
 
 
 def _records_local_gradients(trainer: Trainer) -> bool:
-    """Return whether each step records the bits of local gradients, so that reruns can tell whose
-    were wrong in the first run."""
+    """Return whether each step records the bits of local gradients, so that reruns can find the
+    rank with wrong gradients in the first run."""
     return trainer.mesh.world.size > 1 and trainer.run.fault_detector.uses_reruns
 
 

@@ -97,7 +97,7 @@ def test_killed_and_rolled_back_run(killed_run: Path, capsys: pytest.CaptureFixt
     counts = found["event_counts"]
     assert (counts["start"], counts["rollback"], counts["evaluate"], counts["end"]) == (2, 1, 2, 1)
     assert counts["fault"] == 1, "events of callbacks are kept"
-    assert found["best_interval_steps"] >= 1 and found["checkpoint_every"] == 2
+    assert found["optimal_interval_steps"] >= 1 and found["checkpoint_every"] == 2
     assert found["problems"] == [] and found["notes"] == [] and not found["running"]
 
 
@@ -113,7 +113,7 @@ def test_text_and_plot(killed_run: Path, capsys: pytest.CaptureFixture[str]) -> 
     starts = [line for line in lines if line.startswith(("1 ", "2 "))]
     assert " 1-5 " in starts[0] and starts[0].endswith("no exit was recorded")
     assert " 5-8 " in starts[1] and starts[1].endswith("done (exit code 0)")
-    assert any(line.startswith("best checkpoint interval: ") for line in lines)
+    assert any(line.startswith("optimal checkpoint interval: ") for line in lines)
     assert lines[-1] == f"drew {killed_run}/plots/goodput.png"
     assert (killed_run / "plots" / "goodput.png").stat().st_size > 1000
 
@@ -142,7 +142,7 @@ def test_incomplete_files(
     assert main(["report", str(folder)]) == 0
     output = capsys.readouterr()
     assert "goodput 0.0%" in output.out
-    assert "best checkpoint interval: not known, because nothing was saved" in output.out
+    assert "optimal checkpoint interval: not known, because nothing was saved" in output.out
     assert output.err == (
         "megalith report: events.jsonl has no line of start 1, 2: it ended before training, or the "
         "file is incomplete\n"

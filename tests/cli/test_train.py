@@ -571,7 +571,7 @@ def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path: Path) -> None
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert errors.startswith("megalith train: rank 1 (dp=1) did not arrive at "), errors
-    assert "  rank 1 (dp=1): does not answer: dead, stopped, or holding Python's lock\n" in errors
+    assert "  rank 1 (dp=1): does not answer: dead, stopped, or holding the GIL\n" in errors
     assert "Traceback" not in errors
 
 

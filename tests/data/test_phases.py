@@ -10,7 +10,7 @@ import pytest
 
 from megalith.config.data import DataConfig, DataPhaseConfig, data_problems
 from megalith.data.build import build_datasets
-from megalith.data.phases import phase_counts
+from megalith.data.phases import count_phase_samples
 from megalith.data.sample import Dataset, HasDocumentLengths, SampleSettings
 from megalith.errors import DataError
 from tests.cases import loop_over
@@ -46,7 +46,7 @@ def test_counts_of_phases_add_up_to_the_samples_of_the_run(seed: int) -> None:
     rng = random.Random(seed)
     starts = sorted(rng.sample(range(1, 50), rng.randint(0, 4)))
     counts = sorted(rng.sample(range(1, 90), rng.randint(1, 3)))
-    result = phase_counts([0, *starts], counts)
+    result = count_phase_samples([0, *starts], counts)
     assert len(result) == 1 + sum(start < counts[-1] for start in starts)
     ends = [*starts, 10**9][: len(result)]
     for start, end, phase in zip([0, *starts], ends, result, strict=False):

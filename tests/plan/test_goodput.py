@@ -9,8 +9,8 @@ import pytest
 from megalith.plan.goodput import (
     CAUSES,
     GoodputReport,
-    best_checkpoint_interval,
     compute_goodput,
+    compute_optimal_interval,
     find_event_problem,
 )
 from megalith.plan.starts import parse_starts
@@ -280,7 +280,7 @@ def test_waiting_for_stragglers_is_part_of_steps() -> None:
     assert report.notes == ("starts.jsonl has no line of start 1, so its exit is not known",)
 
 
-def test_the_best_interval_follows_from_saves_and_faults() -> None:
+def test_optimal_interval_follows_from_saves_and_faults() -> None:
     rows = [
         row
         for number in (1, 2)
@@ -314,10 +314,10 @@ def test_the_best_interval_follows_from_saves_and_faults() -> None:
         )
     ]
     report = compute_goodput(parse_starts(rows), events)
-    assert (report.num_faults, report.seconds_between_faults) == (2, 200.0)
+    assert (report.num_faults, report.mtbf_seconds) == (2, 200.0)
     assert (report.mean_save_seconds, report.mean_step_seconds) == (1.0, 2.0)
-    assert report.best_interval_seconds == best_checkpoint_interval(1.0, 200.0) == 20.0
-    assert (report.best_interval_steps, report.checkpoint_every) == (10, 50)
+    assert report.optimal_interval_seconds == compute_optimal_interval(1.0, 200.0) == 20.0
+    assert (report.optimal_interval_steps, report.checkpoint_every) == (10, 50)
 
 
 def test_a_run_without_events_or_steps_is_described() -> None:
@@ -329,7 +329,7 @@ def test_a_run_without_events_or_steps_is_described() -> None:
     )
     report = compute_goodput([], [event_row("start", 1, 0.0, 2.0, began=0.0, step=0)])
     assert "no step was finished, so there is no productive time" in report.notes
-    assert report.best_interval_steps is None
+    assert report.optimal_interval_steps is None
 
 
 @pytest.mark.parametrize(

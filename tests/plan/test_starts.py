@@ -1,5 +1,5 @@
-"""Starts of a run: crash loops lead to older tiers, older checkpoints and a rejection; hosts that
-several faults name are suspects."""
+"""Starts of a run: crash loops lead to older tiers, older checkpoints and a rejection; hosts on
+which several starts fail are suspects."""
 
 import random
 from typing import Any

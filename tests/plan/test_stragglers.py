@@ -80,14 +80,14 @@ def test_only_ranks_with_the_same_work_are_compared() -> None:
     assert not any(add(alone, [TIMES, head], [0, 1]).slower_than_others for _ in range(5))
 
 
-def test_change_of_work_begins_anew() -> None:
+def test_change_of_work_resets_the_history() -> None:
     history = StragglerHistory()
     add(history, [TIMES, TIMES])
-    history.forget()
+    history.reset()
     assert not any(add(history, [slowed("forward", 2.0)] * 2).slower_than_before for _ in range(5))
 
 
-def test_noise_is_no_straggler() -> None:
+def test_noise_is_not_reported_as_straggler() -> None:
     """The median of 100 steps that vary by 25 % varies by 3 %."""
     for seed in range(50):
         rng = random.Random(seed)

@@ -202,7 +202,7 @@ def _train_rank(rank: int, world: int, layout: str, cases: Sequence[Case]) -> li
         planted = Planted(case.fault)
         names: Callable[[torch.device], tuple[str, str]] = partial(_name_machine, case.host, rank)
         with (
-            patched(fault_detection, "name_machine", names),
+            patched(fault_detection, "describe_machine", names),
             patched(fault_policy, "MIN_ACCEPTED_STEPS", MIN_ACCEPTED_STEPS),
         ):
             try:
@@ -394,7 +394,7 @@ def test_corrupt_optimizer_state_is_found_and_not_saved(tmp_path: Path) -> None:
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 6, False)
     assert "the memory of rank 0 (host0, cpu, in " in outcome.reason
-    assert "no training gives" in outcome.reason
+    assert "training cannot produce" in outcome.reason
     assert suspects(tmp_path) == [("state", 0, "host0", True)]
 
 

@@ -1,4 +1,4 @@
-"""Fault injection: each kind of planted fault occurs on its rank, as often as the settings say."""
+"""Fault injection: each kind of injected fault occurs on its rank, as often as `times` sets."""
 
 import math
 import os
@@ -45,21 +45,21 @@ SHORT = {
 
 
 def fault_settings(**fault: object) -> dict[str, str]:
-    """Return the settings of a short run with a planted fault."""
+    """Return the settings of a short run with an injected fault."""
     given = {"confirm": True, **fault}
     return SHORT | {f"fault_injector.{name}": str(value).lower() for name, value in given.items()}
 
 
 def train(path: Path, *callbacks: Callback, **fault: object) -> Outcome:
-    """Run the tiny run with a planted fault on one process."""
+    """Run the tiny run with an injected fault on one process."""
     run = tiny_run(fault_settings(**fault))
     assert run_problems(run, 1) == []
     mesh = build_single_rank_mesh()
     return run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
 
 
-def plant_in_process(rank: int, world: int, folder: Path, kind: str, by_timer: bool) -> str:
-    """Plant a fault of a process with the callback alone; return that the process survived."""
+def inject_in_process(rank: int, world: int, folder: Path, kind: str, by_timer: bool) -> str:
+    """Inject a fault of a process with the callback alone; return that the process survived."""
     if rank != world - 1:
         time.sleep(0 if world == 1 else 60)
     time_of_fault = {"seconds": 0.05} if by_timer else {"step": 1}
@@ -82,14 +82,14 @@ def plant_in_process(rank: int, world: int, folder: Path, kind: str, by_timer: b
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("exception", "RuntimeError: this error was planted by fault_injector.kind=exception"),
+        ("exception", "RuntimeError: this error was injected by fault_injector.kind=exception"),
         ("kill", "was killed by signal 9 (SIGKILL)"),
         pytest.param("segfault", "was killed by signal 11 (SIGSEGV)", marks=pytest.mark.slow),
     ],
 )
 def test_fault_of_a_process_ends_its_rank(tmp_path: Path, kind: str, text: str) -> None:
     with pytest.raises(RankError) as error:
-        run_ranks(plant_in_process, 1, tmp_path, kind, False)
+        run_ranks(inject_in_process, 1, tmp_path, kind, False)
     assert text in str(error.value)
     (fault,) = read_injected_faults(tmp_path, 0)
     assert (fault["kind"], fault["step"], fault["host"]) == (kind, 1, socket.gethostname())
@@ -98,7 +98,7 @@ def test_fault_of_a_process_ends_its_rank(tmp_path: Path, kind: str, text: str) 
 @pytest.mark.slow
 def test_fault_after_seconds_occurs_outside_of_steps(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="was killed by signal 9"):
-        run_ranks(plant_in_process, 1, tmp_path, "kill", True)
+        run_ranks(inject_in_process, 1, tmp_path, "kill", True)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_fault_after_seconds_occurs_outside_of_steps(tmp_path: Path) -> None:
 )
 def test_hanging_rank_does_not_return(tmp_path: Path, kind: str) -> None:
     with pytest.raises(RankError) as error:
-        run_ranks(plant_in_process, 1, tmp_path, kind, False, timeout=0.7)
+        run_ranks(inject_in_process, 1, tmp_path, kind, False, timeout=0.7)
     assert len(read_injected_faults(tmp_path, 0)) == 1
-    # only a thread that waits without Python's lock leaves the others running
+    # only a thread that waits without the GIL leaves the others running
     assert ("_act" in str(error.value)) == (kind != "stop"), str(error.value)
 
 
@@ -227,7 +227,7 @@ def test_fault_of_a_section_occurs_there(tmp_path: Path, section: str) -> None:
     more = {"train.eval_steps": "1", "train.eval_every": "2"}
     run = tiny_run(fault_settings(kind="exception", step=1, section=section) | more)
     path = tmp_path / "run"
-    with pytest.raises(RuntimeError, match="planted by fault_injector"):
+    with pytest.raises(RuntimeError, match="injected by fault_injector"):
         run_training(run, RunFolder(path), build_single_rank_mesh(), CPU, show=False)
     (fault,) = read_injected_faults(path, 0)
     assert fault["step"] == (1 if section == "backward" else 2)
@@ -251,7 +251,7 @@ def test_flip_bit_is_its_own_inverse_for_each_dtype() -> None:
     [
         (
             {"kind": "kill", "step": 2},
-            "fault_injector.kind=kill plants a fault in the run. Set "
+            "fault_injector.kind=kill injects a fault into the run. Set "
             "fault_injector.confirm=true if that is intended, or fault_injector=none.",
         ),
         (

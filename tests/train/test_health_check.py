@@ -76,7 +76,7 @@ def test_flipped_bit_of_one_rank_saves_the_state_and_ends_the_run_for_other_mach
     assert {outcome.kind for outcome in clean if isinstance(outcome, Outcome)} == {"done"}
     path = tmp_path / "faulty"
     outcomes = train({}, path, faulty=1, first=2)
-    reason = "matmul float32 has other bits than on rank 0, a device of the same type"
+    reason = "matmul float32 has different bits than on rank 0, a device of the same type"
     for outcome in outcomes:
         assert isinstance(outcome, Outcome), outcome
         assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 2, True)
@@ -163,7 +163,7 @@ def test_outliers_are_compared_within_a_device_type() -> None:
     assert slow.reason == "copy: 0.79 of the median speed"
     pair = [DeviceHealth("a", "cpu", {"matmul": bits}) for bits in (1, 2)]
     assert [each.reason for each in find_outliers(pair)] == [
-        f"matmul has other bits than on rank {rank}, a device of the same type; which one is wrong "
-        "is unknown"
+        f"matmul has different bits than on rank {rank}, a device of the same type; which one is "
+        "wrong is unknown"
         for rank in (1, 0)
     ]

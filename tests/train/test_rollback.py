@@ -295,7 +295,7 @@ class Kill(Exception):
 
 
 class KillAfterRestore(Spike):
-    """Ends the run when callbacks hear of the rollback, before the checkpoint is saved again."""
+    """Ends the run in `after_rollback`, before the checkpoint is saved again."""
 
     collective = True
 

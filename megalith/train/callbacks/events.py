@@ -45,7 +45,7 @@ class EventsWriter(Callback):
     """Writes events with their times to events.jsonl, on rank 0.
 
     A line has `event`, `start` (its number in starts.jsonl), `time` (seconds since 1970), `elapsed`
-    (seconds since the process began, by a clock that is never set), and for what takes time
+    (seconds since the process began, by the monotonic clock), and for what takes time
     `seconds`, which end at `elapsed`. Other callbacks write events with `RunView.record_event`:
     one named `waiting` with `seconds` says how much of the last steps was spent on waiting for
     stragglers.

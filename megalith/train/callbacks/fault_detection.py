@@ -117,7 +117,7 @@ def find_suspect_start(run: RunView) -> int | None:
     return step if exists else None
 
 
-def name_machine(device: torch.device) -> tuple[str, str]:
+def describe_machine(device: torch.device) -> tuple[str, str]:
     """Return the host and the device of this rank."""
     if device.type == "cpu":
         return socket.gethostname(), device.type
@@ -177,7 +177,7 @@ class FaultDetector(Callback):
         ]
         self._local_start = find_suspect_start(run)
         exits = read_suspect_exits(run.folder.path) if run.is_writer else ()
-        gathered: list[Any] = gather_objects((*name_machine(run.device), exits), world)
+        gathered: list[Any] = gather_objects((*describe_machine(run.device), exits), world)
         self._machines = [(host, device) for host, device, _ in gathered]
         self._exits: list[SuspectExit] = list(gathered[0][2])
 
@@ -202,7 +202,7 @@ class FaultDetector(Callback):
         self._history_settings = state["settings"]
 
     def after_rollback(self, step: int) -> None:
-        """Forget the discarded steps."""
+        """Remove the discarded steps from the history."""
         self.diverged, self.rollback_plan = False, None
 
     def before_step(self, step: int, batches: StepBatches) -> None:
@@ -374,12 +374,12 @@ class FaultDetector(Callback):
 
     def _explain(self, diagnosis: Diagnosis, stats: StepStats) -> str:
         """Return the fault and its cause."""
-        ranks = "; ".join(self._name_rank(rank, stats) for rank in diagnosis.ranks)
+        ranks = "; ".join(self._describe_rank(rank, stats) for rank in diagnosis.ranks)
         causes = {
             "transient": f"a rerun gives other gradients, so {ranks} computed wrongly once",
             "persistent": f"the fault stays on {ranks} when it repeats the step or computes the "
             "samples of another rank, so its machine is at fault",
-            "state": f"the memory of {ranks} has optimizer state that no training gives",
+            "state": f"the memory of {ranks} has optimizer state that training cannot produce",
             "model": "a rerun has the same bits, and the fault moves with the samples to other "
             "ranks, so the model or its data is at fault",
             "undecided": f"a rerun has the same bits, and no other rank can compute the samples of "
@@ -388,7 +388,7 @@ class FaultDetector(Callback):
         assert diagnosis.cause is not None, "the classification is complete"
         return f"{self._first_fault or 'comparison of reruns'}: {causes[diagnosis.cause]}"
 
-    def _name_rank(self, rank: int, stats: StepStats) -> str:
+    def _describe_rank(self, rank: int, stats: StepStats) -> str:
         """Return rank, host and device, and the parameters with wrong gradients."""
         host, device = self._machines[rank]
         names = sorted({name for run in stats.runs for name in run.ranks[rank].nonfinite})
@@ -444,8 +444,8 @@ class FaultDetector(Callback):
                 )
 
     def _check_state(self) -> Diagnosis | None:
-        """Return the ranks whose optimizer state no training gives, as a diagnosis; None if there
-        are none. Collective."""
+        """Return the ranks whose optimizer state training cannot produce, as a diagnosis; None
+        if there are none. Collective."""
         names = find_corrupt_moments(self._run.prepared.trainer)
         gathered = gather_objects(names, self._run.mesh.world)
         self._corrupt = {rank: each for rank, each in enumerate(gathered) if each}
@@ -571,7 +571,7 @@ def is_nonfinite(stats: StepStats, loss_scale: LossScale | None) -> bool:
 
 
 def find_corrupt_moments(trainer: Trainer) -> list[str]:
-    """Return the parameters of this rank whose Adam moments contradict each other, as after a bit
+    """Return the parameters of this rank whose Adam moments are inconsistent, as after a bit
     flip in memory; [] for other optimizers."""
     optim = trainer.run.optim
     bound = MOMENT_FACTOR * bound_moment_ratio(optim.beta1, optim.beta2)

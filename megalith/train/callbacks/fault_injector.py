@@ -1,4 +1,4 @@
-"""Fault injection: the callback that plants the fault of the settings in its own rank."""
+"""Fault injection: the callback that injects the fault of the settings into its own rank."""
 
 import ctypes
 import json
@@ -27,13 +27,13 @@ from megalith.parallel.grad_sync import ShardedParam
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 
 INJECTED_FAULTS = "injected_faults.jsonl"
-"""File of the run folder with one line for each planted fault, written before it occurs."""
+"""File of the run folder with one line for each injected fault, written before it occurs."""
 
 _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FaultInjector(Callback):
-    """Plants the fault of `fault_injector` in this rank (fault tolerance tests).
+    """Injects the fault of `fault_injector` into this rank (fault tolerance tests).
 
     Unlike other callbacks it may change gradients, weights and optimizer state: that is the fault.
     """
@@ -43,7 +43,7 @@ class FaultInjector(Callback):
     def __init__(self, config: FaultInjectorConfig) -> None:
         self.fault = config
         self.num_faults = 0
-        """Number of faults that this rank has planted in the run, over all its starts."""
+        """Number of faults injected into this rank in the run, over all its starts."""
         self._is_rank = False
         self._step = 0
         self._started = self._section_began = 0.0
@@ -53,14 +53,15 @@ class FaultInjector(Callback):
         self._timer: threading.Timer | None = None
 
     def on_start(self, run: RunView) -> None:
-        """Count the faults of earlier starts; register what plants the fault, on its rank."""
+        """Count the faults of earlier starts; register the hooks that inject the fault, on
+        its rank."""
         self._run, fault = run, self.fault
         self._is_rank = run.mesh.world.rank == fault.rank
         if not self._is_rank:
             return
         self._started, self._step = time.monotonic(), run.step
         self.num_faults = len(read_injected_faults(run.folder.path, fault.rank))
-        run.log(f"fault_injector.kind={fault.kind}: rank {fault.rank} will plant this fault")
+        run.log(f"fault_injector.kind={fault.kind}: rank {fault.rank} will inject this fault")
         if fault.kind in NUMERIC_KINDS and fault.target in ("gradient", "activation"):
             self._handles = [chunk.register_forward_hook(self._corrupt) for chunk in run.chunks]
         if fault.seconds is not None and fault.kind in _ACTIONS_OF_THREADS and self._occurs_again():
@@ -69,7 +70,7 @@ class FaultInjector(Callback):
             self._timer.start()
 
     def before_step(self, step: int, batches: StepBatches) -> None:
-        """Plant a fault of this step."""
+        """Inject a fault of this step."""
         self._step = step
         self._restore_file_limit()
         self._is_slow = self._corrupts_step = False
@@ -93,7 +94,7 @@ class FaultInjector(Callback):
             self._act()
 
     def after_microbatch(self, index: int) -> None:
-        """Plant a fault in backward; slow down a microbatch."""
+        """Inject a fault in backward; slow down a microbatch."""
         if self._is_slow:
             time.sleep((self.fault.factor - 1) * (time.monotonic() - self._section_began))
             self._section_began = time.monotonic()
@@ -105,12 +106,12 @@ class FaultInjector(Callback):
         self._section_began = time.monotonic()
 
     def before_evaluate(self, step: int) -> None:
-        """Plant a fault in an evaluation."""
+        """Inject a fault in an evaluation."""
         if self._is_due("evaluate"):
             self._act()
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """Plant a fault in a save, which begins with this call; there is no state."""
+        """Inject a fault in a save, which begins with this call; there is no state."""
         if self._is_due("save"):
             self._act()
         return {}
@@ -123,11 +124,11 @@ class FaultInjector(Callback):
             flip_stored_bit(report.path, self._random(), self.fault.bit)
 
     def on_error(self, error: BaseException) -> None:
-        """Remove what plants faults."""
+        """Remove the hooks that inject faults."""
         self._close()
 
     def on_end(self, outcome: Outcome) -> None:
-        """Remove what plants faults."""
+        """Remove the hooks that inject faults."""
         self._close()
 
     def _close(self) -> None:
@@ -175,7 +176,7 @@ class FaultInjector(Callback):
         return random.Random(f"fault {self.fault.seed} {self.num_faults}")
 
     def _act(self) -> None:
-        """Plant a fault of this process."""
+        """Inject a fault of this process."""
         self._record()
         _PROCESS_ACTIONS[self.fault.kind]()
 
@@ -218,7 +219,7 @@ class FaultInjector(Callback):
 
 
 def read_injected_faults(folder: Path, rank: int) -> list[dict[str, Any]]:  # Any: JSON
-    """Return the faults that a rank has planted in a run, over all starts."""
+    """Return the faults injected into a rank of a run, over all starts."""
     try:
         lines = (folder / INJECTED_FAULTS).read_bytes().splitlines()
     except FileNotFoundError:
@@ -259,17 +260,17 @@ def flip_stored_bit(folder: Path, choice: random.Random, bit: int | None = None)
 # --- faults of a process
 
 
-def raise_planted_error() -> None:
+def raise_injected_error() -> None:
     """Raise an error that is not for users, as a bug would.
 
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError("this error was planted by fault_injector.kind=exception")
+    raise RuntimeError("this error was injected by fault_injector.kind=exception")
 
 
 def hang_with_gil() -> None:
-    """Wait forever with Python's lock held: no other thread of this process runs."""
+    """Wait forever with the GIL held: no other thread of this process runs."""
     libc = ctypes.PyDLL(None)
     while True:
         libc.pause()
@@ -322,7 +323,7 @@ def _list_children() -> list[int]:
 
 
 _PROCESS_ACTIONS: Mapping[str, Callable[[], object]] = {
-    "exception": raise_planted_error,
+    "exception": raise_injected_error,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda: threading.Event().wait(),
@@ -333,4 +334,5 @@ _PROCESS_ACTIONS: Mapping[str, Callable[[], object]] = {
 """What each kind of fault of a process does."""
 
 _ACTIONS_OF_THREADS = "kill", "stop", "hang_with_gil", "segfault", "lost_link"
-"""Kinds that any thread can plant, so that they occur after `seconds` in whatever runs then."""
+"""Kinds that any thread can inject, so that they occur after `seconds` in any section of the
+run."""

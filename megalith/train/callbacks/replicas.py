@@ -43,7 +43,7 @@ class ReplicaCheck(Callback):
         self.differs = False
         """Whether replicas differ, so that this step must not be saved."""
         self._last_equal = 0  # the last step at which all replicas were equal
-        self._undecided: _Undecided | None = None
+        self._undecided: _PendingAttribution | None = None
 
     def on_start(self, run: RunView) -> None:
         """Compare the weights of replicas and pipeline stages.
@@ -56,7 +56,7 @@ class ReplicaCheck(Callback):
         compare_stages(run.prepared.trainer)
 
     def after_rollback(self, step: int) -> None:
-        """Forget the discarded steps, but not the replicas to compare with the repeated steps."""
+        """Reset to the restored step; keep the differences to attribute in the repeated steps."""
         self.differs = False
         self._last_equal = min(self._last_equal, step)
 
@@ -77,49 +77,49 @@ class ReplicaCheck(Callback):
         if not differences:
             self._last_equal = step
             return None
-        verdicts = [self._attribute(each, tensors) for each in differences]
-        self._report(step, verdicts)
-        if settings.repair_replicas and all(each.correct_ranks for each in verdicts):
-            for verdict in verdicts:
-                _repair(verdict, tensors, trainer)
+        attributions = [self._attribute(each, tensors) for each in differences]
+        self._report(step, attributions)
+        if settings.repair_replicas and all(each.correct_ranks for each in attributions):
+            for attribution in attributions:
+                _repair(attribution, tensors, trainer)
             if not compare_tensors(tensors, trainer.mesh.world):
                 self._run.log(f"step {step}: the replicas are repaired and equal")
                 self._last_equal = step
                 return None
-        return self._request_rollback(step, verdicts)
+        return self._request_rollback(step, attributions)
 
-    def _request_rollback(self, step: int, verdicts: Sequence["_Verdict"]) -> StepRequest:
-        """Request that the steps since the last comparison are repeated, and keep what shows then
-        which replica was faulty.
+    def _request_rollback(self, step: int, attributions: Sequence["_Attribution"]) -> StepRequest:
+        """Request that the steps since the last comparison are repeated, and keep the differences
+        whose faulty replica is unknown until then.
 
         Raises:
             CheckpointError: on every rank: this is the last step.
         """
-        undecided = tuple(each for each in verdicts if not each.correct_ranks)
+        undecided = tuple(each for each in attributions if not each.correct_ranks)
         self.differs = True
         if step >= self._run.config.train.steps:
             raise CheckpointError(
                 f"replicas differ after the last step, {step}, which is not saved: "
-                f"{verdicts[0].describe()}. Run the same command again: it continues from the "
+                f"{attributions[0].describe()}. Run the same command again: it continues from the "
                 "newest checkpoint."
             )
-        self._undecided = _Undecided(step, undecided) if undecided else None
+        self._undecided = _PendingAttribution(step, undecided) if undecided else None
         self.rollback_plan = RollbackPlan(
-            self._last_equal + 1, step, verdicts[0].describe(), skips_samples=False
+            self._last_equal + 1, step, attributions[0].describe(), skips_samples=False
         )
         return StepRequest.ROLLBACK
 
     def _attribute(
         self, difference: ReplicaDifference, tensors: Mapping[ReplicaKey, Tensor]
-    ) -> "_Verdict":
+    ) -> "_Attribution":
         """Return which replicas are correct: those that most ranks agree on, or that equal the
         rounded master weights. Collective."""
         if difference.correct_ranks:
-            return _Verdict(difference, difference.correct_ranks, "by majority")
+            return _Attribution(difference, difference.correct_ranks, "by majority")
         trainer = self._run.prepared.trainer
         elements = _gather_elements(difference, tensors.get(difference.key), trainer.mesh.world)
         recomputed = _round_master_elements(difference.key, elements, trainer)
-        return _Verdict.recompute(
+        return _Attribution.recompute(
             difference, elements, recomputed, "by recomputation from the master weights"
         )
 
@@ -129,25 +129,25 @@ class ReplicaCheck(Callback):
         if self._undecided is None or self._undecided.step != step:
             return
         undecided, self._undecided = self._undecided, None
-        verdicts = []
-        for each in undecided.verdicts:
+        attributions = []
+        for each in undecided.attributions:
             tensor = tensors.get(each.difference.key)
             local = None if tensor is None else _take(tensor, each.elements.indices)
             values = gather_objects(local, self._run.mesh.world)
             recomputed = next((value for value in values if isinstance(value, tuple)), None)
-            verdicts.append(
-                _Verdict.recompute(
+            attributions.append(
+                _Attribution.recompute(
                     each.difference, each.elements, recomputed, "by repeating the steps"
                 )
             )
-        self._report(step, verdicts)
+        self._report(step, attributions)
 
-    def _report(self, step: int, verdicts: Sequence["_Verdict"]) -> None:
+    def _report(self, step: int, attributions: Sequence["_Attribution"]) -> None:
         """Log the tensors that differ, with the faulty ranks and their hosts. Collective."""
         hosts = gather_objects(socket.gethostname(), self._run.mesh.world)
-        for verdict in verdicts[:MAX_REPORTED]:
-            self._run.log(f"step {step}: {verdict.describe(hosts)}")
-        if (num_more := len(verdicts) - MAX_REPORTED) > 0:
+        for attribution in attributions[:MAX_REPORTED]:
+            self._run.log(f"step {step}: {attribution.describe(hosts)}")
+        if (num_more := len(attributions) - MAX_REPORTED) > 0:
             self._run.log(f"step {step}: {num_more} more tensors differ between replicas")
 
 
@@ -165,8 +165,8 @@ NO_ELEMENTS = _Elements((), {})
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """Which replicas of a tensor are correct."""
+class _Attribution:
+    """Attribution of a difference: the ranks whose replicas of a tensor are correct."""
 
     difference: ReplicaDifference
     correct_ranks: tuple[int, ...] = ()
@@ -181,8 +181,8 @@ class _Verdict:
         elements: _Elements,
         recomputed: Sequence[float] | None,
         method: str,
-    ) -> "_Verdict":
-        """Return the verdict by recomputed elements; None: they cannot be recomputed."""
+    ) -> "_Attribution":
+        """Return the attribution by recomputed elements; None: they cannot be recomputed."""
         correct = None
         if recomputed is not None:
             correct = find_correct_replica(elements.values, recomputed)
@@ -200,8 +200,8 @@ class _Verdict:
         name, ranks = self.difference.key.describe(), list(self.difference.checksums)
         if not self.correct_ranks:
             return (
-                f"{name} differs between its replicas on ranks {ranks}; which one is faulty shows "
-                "when the steps have been repeated"
+                f"{name} differs between its replicas on ranks {ranks}; the faulty one is "
+                "determined when the steps have been repeated"
             )
         faulty = ", ".join(
             f"{rank} (host {hosts[rank]})" if hosts else str(rank) for rank in self.faulty_ranks
@@ -213,11 +213,11 @@ class _Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Undecided:
+class _PendingAttribution:
     """Differences at step `step` whose faulty replica is unknown."""
 
     step: int
-    verdicts: tuple[_Verdict, ...]
+    attributions: tuple[_Attribution, ...]
 
 
 # --- the tensors that are compared
@@ -337,15 +337,17 @@ def _round_slot_elements(slot: OptimizerSlot, positions: Sequence[int]) -> dict[
     return dict(zip(places, held, strict=True))
 
 
-def _repair(verdict: _Verdict, tensors: Mapping[ReplicaKey, Tensor], trainer: Trainer) -> None:
+def _repair(
+    attribution: _Attribution, tensors: Mapping[ReplicaKey, Tensor], trainer: Trainer
+) -> None:
     """Overwrite the faulty replicas of a tensor with a correct one. Collective."""
-    world, source = trainer.mesh.world, verdict.correct_ranks[0]
-    tensor = tensors.get(verdict.difference.key)
+    world, source = trainer.mesh.world, attribution.correct_ranks[0]
+    tensor = tensors.get(attribution.difference.key)
     if world.rank == source:
         assert tensor is not None, "its checksum was compared"
-        for rank in verdict.faulty_ranks:
+        for rank in attribution.faulty_ranks:
             start_send(_view_bytes(tensor), world, rank).wait()
-    if world.rank in verdict.faulty_ranks:
+    if world.rank in attribution.faulty_ranks:
         assert tensor is not None, "its checksum was compared"
         trainer.write_guard.wait()
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -14,8 +14,8 @@ from megalith.plan.stragglers import (
     Straggler,
     StragglerHistory,
     StragglerReport,
+    compute_median_times,
     describe_straggler,
-    median_times,
 )
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 
@@ -61,7 +61,7 @@ class StragglerDetector(Callback):
             self._run.mesh.world.flight.meter = meter
 
     def after_rollback(self, step: int) -> None:
-        """Forget the discarded steps."""
+        """Remove the discarded steps from the history."""
         self._meter.take()
         self._meter.discard_step()
         self._step_seconds.clear()
@@ -81,7 +81,7 @@ class StragglerDetector(Callback):
         self._step_seconds.append(finished.seconds)
         if finished.num_samples != self._num_samples:
             self._num_samples = finished.num_samples
-            self._history.forget()
+            self._history.reset()
         if finished.step % self._every == 0:
             self._compare(finished.step)
         if self._run.is_logged(finished.step):
@@ -96,7 +96,7 @@ class StragglerDetector(Callback):
         seconds = sum(self._step_seconds[-len(steps) :]) if steps else 0.0
         self._step_seconds.clear()
         world = self._run.mesh.world
-        gathered = gather_objects((median_times(steps), waited, seconds), world)
+        gathered = gather_objects((compute_median_times(steps), waited, seconds), world)
         ranks = [each for each in gathered if isinstance(each, tuple)]
         if not all(times for times, _, _ in ranks):
             return
