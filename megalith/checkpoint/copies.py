@@ -1,7 +1,7 @@
 """Copies of local checkpoints between writer processes: each sends its rank's boxes to the writers
 of the peers over its own sockets, while training continues. Imports no torch.
 
-Both ends prove that they know the secret of the run before any data is read. A message is bytes of
+Both ends prove possession of the secret of the run before any data is read. A message is bytes of
 a limited length, and nothing in it is executed.
 """
 
@@ -206,10 +206,10 @@ def send_copy(
 
 
 def _authenticate(connected: socket.socket, secret: bytes, *, is_server: bool) -> Connection:
-    """Return the connection, after both ends have proved that they know the secret.
+    """Return the connection, after both ends have proved possession of the secret.
 
     Raises:
-        AuthenticationError, OSError, EOFError: the other end does not.
+        AuthenticationError, OSError, EOFError: authentication failed.
     """
     with closing(connected):
         _set_timeout(connected, _CONNECT_S)

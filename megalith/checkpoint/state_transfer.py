@@ -69,12 +69,12 @@ class StateTransferError(Exception):
     """The state of another replica group was not received; the tensors hold undefined values."""
 
 
-class SnapshotGoneError(StateTransferError):
+class SnapshotExpiredError(StateTransferError):
     """The snapshot was replaced or withdrawn: the transfer has to begin again with a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
-class SentBox:
+class OfferedBox:
     """A box that a source rank offers."""
 
     key: str
@@ -95,7 +95,7 @@ class SnapshotTable:
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
     """Shape and dtype of every tensor."""
 
-    boxes: tuple[SentBox, ...]
+    boxes: tuple[OfferedBox, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class ReceivedState:
 
 
 @dataclass(eq=False, slots=True)
-class _Memory:
+class _StagedMemory:
     """Staging region of the snapshots of one name, used again by the next one."""
 
     plan: StagingPlan
@@ -138,7 +138,7 @@ class _Snapshot:
     """The table as a message."""
 
     boxes: Mapping[str, tuple[PlannedBox, ...]]
-    memory: _Memory
+    memory: _StagedMemory
 
 
 class StateServer:
@@ -153,7 +153,7 @@ class StateServer:
 
         Args:
             host: address of this machine that the other groups can reach.
-            run: secret or digest that only groups of this run know; others are rejected.
+            run: secret or digest shared by the groups of this run; others are rejected.
             device: of the tensors.
 
         Raises:
@@ -162,7 +162,7 @@ class StateServer:
         self._run, self._device = run, device
         self._changed = threading.Condition()
         self._snapshots: dict[tuple[str, int], _Snapshot] = {}
-        self._memory: dict[str, _Memory] = {}
+        self._memory: dict[str, _StagedMemory] = {}
         self._staged: list[tuple[tuple[str, int], _Snapshot, torch.Event | None]] = []
         self._newest: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
@@ -222,8 +222,8 @@ class StateServer:
         self._staged.clear()
 
     def withdraw(self, name: str = "state") -> None:
-        """Serve the snapshots of a name no more; transfers of them fail with
-        `SnapshotGoneError`."""
+        """Stop serving the snapshots of a name; transfers of them fail with
+        `SnapshotExpiredError`."""
         with self._changed:
             for place in [place for place in self._snapshots if place[0] == name]:
                 del self._snapshots[place]
@@ -244,7 +244,7 @@ class StateServer:
             memory.region.close()
         self._memory.clear()
 
-    def _prepare_memory(self, name: str, entries: Sequence[CheckpointEntry]) -> _Memory:
+    def _prepare_memory(self, name: str, entries: Sequence[CheckpointEntry]) -> _StagedMemory:
         """Return the staging region of a name: the last one if it fits and is not read any more."""
         memory = self._memory.get(name)
         with self._changed:
@@ -256,7 +256,7 @@ class StateServer:
         plan = plan_staging(entries)
         region = StagingRegion(plan.nbytes, self._device)
         mapped = memoryview(mmap.mmap(region.fd, region.nbytes))
-        self._memory[name] = _Memory(plan, region, mapped)
+        self._memory[name] = _StagedMemory(plan, region, mapped)
         return self._memory[name]
 
     def _accept(self) -> None:
@@ -309,7 +309,7 @@ class StateServer:
             raise StateTransferError(f"step={step!r:.100} is not an integer")
         snapshot = self._wait_for_snapshot(connection, message["name"], step)
         if snapshot is None:
-            _send_message(connection, kind="gone")
+            _send_message(connection, kind="expired")
             return
         try:
             self._send_boxes(connection, stream, snapshot, (message["name"], snapshot.step))
@@ -338,7 +338,7 @@ class StateServer:
             ):
                 raise StateTransferError("the request is not for a box of the snapshot")
             if self._snapshots.get(place) is not snapshot:
-                _send_message(connection, kind="gone")
+                _send_message(connection, kind="expired")
                 return
             box = boxes[index]
             values = snapshot.memory.data[box.start : box.start + box.nbytes]
@@ -375,7 +375,7 @@ class StateServer:
                     self._wanted[name] -= 1
 
 
-def _build_snapshot(step: int, memory: _Memory, state: Mapping[str, Any]) -> _Snapshot:
+def _build_snapshot(step: int, memory: _StagedMemory, state: Mapping[str, Any]) -> _Snapshot:
     tensors = memory.plan.write_plan.tensors
     boxes: dict[str, tuple[PlannedBox, ...]] = {}
     table: dict[str, list[Any]] = {}  # Any: JSON
@@ -395,7 +395,7 @@ def request_snapshot(address: str, *, run: str, timeout_seconds: float, name: st
     `fetch_state` with it.
 
     Raises:
-        StateTransferError: the source is gone, or takes longer than `timeout_seconds`.
+        StateTransferError: the source is lost, or takes longer than `timeout_seconds`.
     """
     with _Source(address, run, name, None, timeout_seconds) as source:
         return source.open().step
@@ -425,8 +425,8 @@ def fetch_state(
         rank: this rank, so that ranks begin with different sources.
 
     Raises:
-        SnapshotGoneError: the source offers a newer snapshot.
-        StateTransferError: the source is gone, or its boxes are damaged or incomplete.
+        SnapshotExpiredError: the source offers a newer snapshot.
+        StateTransferError: the source is lost, or its boxes are damaged or incomplete.
     """
     wanted: dict[str, list[TensorPiece]] = {}
     for entry in entries:
@@ -459,15 +459,15 @@ class _Progress:
     num_repeated: int = 0
     buffer: bytearray = field(default_factory=bytearray)
 
-    def list_overlaps(self, sent: SentBox) -> list[tuple[TensorPiece, Box]]:
+    def list_overlaps(self, sent: OfferedBox) -> list[tuple[TensorPiece, Box]]:
         """Return the pieces of this rank that a box overlaps."""
         shared = [
             (piece, intersect(piece.box, sent.box)) for piece in self.wanted.get(sent.key, ())
         ]
         return [(piece, box) for piece, box in shared if box is not None]
 
-    def store(self, sent: SentBox, values: Tensor) -> None:
-        """Copy a box whose hash is right into the tensors."""
+    def store(self, sent: OfferedBox, values: Tensor) -> None:
+        """Copy a box whose hash matches into the tensors."""
         source = TensorPiece(sent.box, values)
         for piece, box in self.list_overlaps(sent):
             inner_view(piece, box).copy_(inner_view(source, box))
@@ -518,8 +518,8 @@ class _Source:
         """Connect, and return the table of the snapshot.
 
         Raises:
-            SnapshotGoneError: it does not exist any more.
-            StateTransferError: the source is gone, or its answer is not valid.
+            SnapshotExpiredError: it does not exist any more.
+            StateTransferError: the source is lost, or its answer is not valid.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -537,7 +537,7 @@ class _Source:
                 self._retry(error, deadline)
         table = _parse_table(message, self._address)
         if self.table is not None and table.id != self.table.id:
-            raise SnapshotGoneError(f"{self._address} has replaced its snapshot")
+            raise SnapshotExpiredError(f"{self._address} has replaced its snapshot")
         self.table = table
         return table
 
@@ -595,7 +595,7 @@ class _Source:
                 f"{list(expected[0])} and {expected[1]} here. All groups need the same settings."
             )
 
-    def _receive_box(self, sent: SentBox, progress: _Progress) -> bool:
+    def _receive_box(self, sent: OfferedBox, progress: _Progress) -> bool:
         """Request one box and copy it; return False if its bytes are damaged."""
         if self._socket is None or self._stream is None:
             raise ConnectionError("not connected")
@@ -633,8 +633,8 @@ class _Source:
     def _read_answer(self) -> Message:
         assert self._stream is not None, "connected"
         message = _read_message(self._stream, MAX_LINE_NBYTES)
-        if message["kind"] == "gone":
-            raise SnapshotGoneError(f"{self._address} does not offer this snapshot any more")
+        if message["kind"] == "expired":
+            raise SnapshotExpiredError(f"{self._address} does not offer this snapshot any more")
         if message["kind"] == "error":
             reason = str(message.get("reason"))
             raise StateTransferError(f"{self._address} rejected the request: {reason:.300}")
@@ -701,7 +701,7 @@ def _parse_table(message: Message, address: str) -> SnapshotTable:
     """
     try:
         shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-        boxes: list[SentBox] = []
+        boxes: list[OfferedBox] = []
         for key, (shape, dtype, spans) in message["tensors"].items():
             full = tuple(map(int, shape))
             shapes[key] = (full, str(dtype))
@@ -712,7 +712,7 @@ def _parse_table(message: Message, address: str) -> SnapshotTable:
                     0 <= start < stop <= size for (start, stop), size in zip(box, full, strict=True)
                 ):
                     raise ValueError(f"{key} has no box {show_box(box)}")
-                boxes.append(SentBox(key, index, box, numel(box) * itemsize))
+                boxes.append(OfferedBox(key, index, box, numel(box) * itemsize))
         if message["kind"] != "snapshot" or not isinstance(message["state"], dict):
             raise ValueError("it has no state")
         step = int(message["step"])

@@ -46,7 +46,7 @@ class CoordinateCommand:
     state: Path = Path("coordinator")
     """Folder with the state that survives a restart; one per run."""
 
-    forget: tuple[str, ...] = ()
+    lost_groups: tuple[str, ...] = ()
     """Groups that will not return and that the others wait for, because only they have the newest
     step; the others continue from an older one."""
 
@@ -89,7 +89,7 @@ async def run_server(command: CoordinateCommand, folder: StateFolder) -> int:
         host=command.host,
         port=command.port,
         status_port=command.status_port,
-        forget=command.forget,
+        lost_groups=command.lost_groups,
     )
     try:
         await server.start()

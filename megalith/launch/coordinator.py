@@ -38,7 +38,7 @@ from megalith.plan.quorum import QuorumReply, QuorumState, Sender
 
 STATE_FILE = "state.jsonl"
 """First line: the record; other lines: commits after it. A power cut may leave an incomplete last
-line, whose commit no group has learned of."""
+line, whose commit was sent to no group."""
 
 LOCK_FILE = "lock"
 STATE_VERSION = 1
@@ -52,7 +52,7 @@ MAX_UNSENT_NBYTES = 16 << 20
 """Bounds for untrusted input: a connection that does not read its replies is closed. Heuristic."""
 
 UPDATES_PER_TIMEOUT = 50
-"""How often timeouts are checked, per timeout."""
+"""Checks of timeouts per timeout."""
 
 MAX_UPDATE_SECONDS = 0.5
 
@@ -181,8 +181,8 @@ class CoordinatorServer:
     status_port: int
     """Port of the status page on the loopback interface; 0: any free port."""
 
-    forget: tuple[str, ...] = ()
-    """Groups whose state is lost, as the user confirms."""
+    lost_groups: tuple[str, ...] = ()
+    """Groups whose state the user declares lost."""
 
     address: str = ""
     status_address: str = ""
@@ -204,7 +204,7 @@ class CoordinatorServer:
         """
         self._identity, self._quorum = self.folder.load()
         self._failure = asyncio.get_running_loop().create_future()
-        self._quorum.forget(self.forget, time.monotonic())
+        self._quorum.remove_lost_groups(self.lost_groups, time.monotonic())
         self._store()
         server = await _listen(self._serve_group, self.host, self.port, "--port")
         self._servers.append(server)
@@ -286,7 +286,7 @@ class CoordinatorServer:
             if self._num_connections > MAX_CONNECTIONS:
                 raise CoordinatorMessageError(f"there are {MAX_CONNECTIONS} connections already")
             line = await asyncio.wait_for(_read_line(reader), HELLO_SECONDS)
-            connection = self._welcome(decode_message(line), writer)
+            connection = self._register(decode_message(line), writer)
             while self._failure is not None and not self._failure.done():
                 idle_seconds = max(2 * self._quorum.limits.timeout_seconds, HELLO_SECONDS)
                 line = await asyncio.wait_for(_read_line(reader), idle_seconds)
@@ -301,11 +301,11 @@ class CoordinatorServer:
             if connection is not None and self._connections.get(connection.group) is connection:
                 del self._connections[connection.group]
                 now = time.monotonic()
-                self._quorum.note_disconnect(connection.group, connection.incarnation, now)
+                self._quorum.record_disconnect(connection.group, connection.incarnation, now)
             with suppress(OSError):
                 writer.close()
 
-    def _welcome(self, message: Message, writer: asyncio.StreamWriter) -> GroupConnection:
+    def _register(self, message: Message, writer: asyncio.StreamWriter) -> GroupConnection:
         """Register a process, or recognize one that connects again.
 
         Raises:
@@ -323,7 +323,7 @@ class CoordinatorServer:
         identity = read_text(message, "coordinator")
         if identity and identity != self._identity:
             raise CoordinatorMessageError(
-                f"the coordinator at {self.address} has other state than the one that group "
+                f"the coordinator at {self.address} has state that differs from the one that group "
                 f"{group} joined (--state={self.folder.path}). Start it again with the folder of "
                 "the first one, or restart all groups from a checkpoint"
             )
@@ -337,7 +337,7 @@ class CoordinatorServer:
             if self._failure is not None and self._failure.done():
                 raise CoordinatorMessageError("the coordinator cannot store its state and stops")
         connection = GroupConnection(group, incarnation, writer)
-        self._quorum.note_heartbeat(group, incarnation, time.monotonic())
+        self._quorum.record_heartbeat(group, incarnation, time.monotonic())
         connection.send(
             encode_message("welcome", incarnation=incarnation, coordinator=self._identity)
         )
@@ -362,7 +362,7 @@ class CoordinatorServer:
         now = time.monotonic()
         kind = message["kind"]
         if kind == "heartbeat":
-            self._quorum.note_heartbeat(connection.group, connection.incarnation, now)
+            self._quorum.record_heartbeat(connection.group, connection.incarnation, now)
             connection.send(encode_message("alive"))
             return
         sender = Sender(
@@ -398,7 +398,7 @@ class CoordinatorServer:
 
     def _store(self) -> None:
         """Store the state if it has changed; an error ends the server without any reply, so that
-        no group learns a decision that a restart would not know."""
+        no group receives a decision that a restart would lose."""
         assert self._failure is not None, "the server has been started"
         state = (self._quorum.version, self._quorum.committed_step)
         if state == self._stored or self._failure.done():
@@ -435,7 +435,7 @@ class CoordinatorServer:
             writer.write(body)
             await asyncio.wait_for(writer.drain(), STATUS_SECONDS)
         except (OSError, EOFError, TimeoutError, ValueError, asyncio.LimitOverrunError):
-            pass  # not an HTTP request, or its sender has gone
+            pass  # not an HTTP request, or the connection has ended
         finally:
             with suppress(OSError):
                 writer.close()

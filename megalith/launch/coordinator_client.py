@@ -64,7 +64,7 @@ class CoordinatorClient:
         Args:
             address: HOST:PORT of the coordinator.
             limits: limits of the quorum, equal in all groups.
-            should_stop: asked while a request waits.
+            should_stop: called while a request waits; True interrupts it.
 
         Raises:
             ConfigError: the address is not valid.
@@ -100,11 +100,11 @@ class CoordinatorClient:
         state_addresses: Sequence[str] = (),
     ) -> Epoch:
         """Wait for an epoch of which this group is a participant, or which names the group from
-        which it has to load the newest state before it joins again.
+        which it must load the newest state before it joins again.
 
         Args:
             group: id of this group.
-            addresses: address of each rank, for the exchange of gradients.
+            addresses: address of each rank, for the gradient all-reduce.
             committed_step: steps that the state of this group contains.
             settings: settings that have to be equal in all groups.
             state_addresses: address of each rank, for the transfer of its state.
@@ -115,7 +115,7 @@ class CoordinatorClient:
         """
         self._group = group
         if committed_step < self._committed_step:
-            self._begin_incarnation()  # the state that the coordinator knows no longer exists
+            self._begin_incarnation()  # the state registered at the coordinator no longer exists
         self._committed_step = committed_step
         self._start()
         deadline: float | None = None
@@ -257,7 +257,7 @@ class CoordinatorClient:
         while not self._closed.is_set() and not self._error:
             try:
                 with socket.create_connection(self._address, timeout=CONNECT_SECONDS) as connection:
-                    reader = self._greet(connection)
+                    reader = self._handshake(connection)
                     backoff = POLL_SECONDS / 4
                     self._read_replies(connection, reader)
             except (OSError, CoordinatorMessageError) as error:
@@ -268,7 +268,7 @@ class CoordinatorClient:
             self._closed.wait(backoff)
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
-    def _greet(self, connection: socket.socket) -> "LineReader":
+    def _handshake(self, connection: socket.socket) -> "LineReader":
         """Exchange hello and welcome, and send the outstanding request again."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = encode_message(
@@ -282,7 +282,7 @@ class CoordinatorClient:
         reader = LineReader(connection)
         message = reader.read_message(time.monotonic() + CONNECT_SECONDS)
         if message is None:
-            raise TimeoutError("no welcome from the coordinator")
+            raise TimeoutError("no welcome message from the coordinator")
         if message["kind"] == "error":
             self._fail(read_text(message, "reason"))
             return reader

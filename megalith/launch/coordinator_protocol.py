@@ -18,7 +18,7 @@ from megalith.plan.quorum import (
     Decision,
     Epoch,
     JoinRequest,
-    Left,
+    LeaveConfirmation,
     QuorumLimits,
     Rejection,
     Vote,
@@ -241,7 +241,7 @@ def decode_reply(message: Message) -> tuple[int, Answer]:
         raise CoordinatorMessageError(
             f"a reply of the coordinator is not valid: {error!r}"
         ) from None
-    return request, Left()
+    return request, LeaveConfirmation()
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -69,13 +69,13 @@ class Epoch:
 
     number: int
     participants: tuple[str, ...]
-    """Sorted group ids; the position is the index in the assignment of samples and exchanges."""
+    """Sorted group ids; the position is the index in the assignment of samples and all-reduces."""
 
     step: int
     """Number of committed steps; the participants compute step `step + 1` next."""
 
     addresses: Mapping[str, tuple[str, ...]]
-    """Per group: address of each rank, for the exchange of gradients."""
+    """Per group: address of each rank, for the gradient all-reduce."""
 
     state_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Per group: address of each rank, for the transfer of its state."""
@@ -111,15 +111,15 @@ class Rejection:
 
     reason: str
     retry: bool = False
-    """The reason may disappear within `timeout_seconds`."""
+    """A retry within `timeout_seconds` may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left:
+class LeaveConfirmation:
     """Confirmation that a group has left."""
 
 
-Answer = Epoch | Decision | Rejection | Left
+Answer = Epoch | Decision | Rejection | LeaveConfirmation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,8 @@ class Vote:
 
     has_state: bool = True
     """Whether the group has the state of the step before; otherwise it still recovers that, and its
-    vote says only that it has received what the step needs. Such a group does not keep a commit."""
+    vote confirms only that it has received the data of the step. Such a group does not preserve a
+    committed step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ class QuorumReply:
 
 @dataclass(kw_only=True)
 class Member:
-    """A group that has joined, as far as the coordinator knows it."""
+    """State of a group that has joined, as known to the coordinator."""
 
     group: str
     incarnation: int
@@ -237,8 +238,8 @@ class Quorum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """Why no epoch can begin."""
+class NoQuorum:
+    """Reason for which no epoch can begin."""
 
     reason: str
 
@@ -249,7 +250,7 @@ def choose_quorum(
     known_steps: Mapping[str, int],
     previous: Sequence[str],
     limits: QuorumLimits,
-) -> Quorum | Waiting:
+) -> Quorum | NoQuorum:
     """Choose the participants of a new epoch.
 
     Args:
@@ -267,18 +268,18 @@ def choose_quorum(
     Quorum(participants=('a', 'b'), step=7)
     """
     if not candidates:
-        return Waiting(reason="no group is ready")
+        return NoQuorum(reason="no group is ready")
     step = max(candidates.values())
     newest = max(known_steps.values(), default=step)
     if step < newest:
         names = ", ".join(sorted(group for group, has in known_steps.items() if has == newest))
-        return Waiting(
+        return NoQuorum(
             reason=f"step {newest} was committed by groups {names}, and none of them has joined "
             f"again; the newest state of the other groups is step {step}"
         )
     current = [group for group, has in candidates.items() if step - has <= limits.max_lag]
     if len(current) < limits.min_groups:
-        return Waiting(
+        return NoQuorum(
             reason=f"{len(current)} of at least replica_group.min_groups={limits.min_groups} "
             f"groups are ready at step {step}"
         )
@@ -302,7 +303,7 @@ def assign_sources(
 
 
 @dataclass(frozen=True)
-class KnownState:
+class MemberState:
     """Committed steps that the state of a process may contain."""
 
     incarnation: int
@@ -319,14 +320,14 @@ class QuorumState:
 
     members: dict[str, Member] = field(default_factory=dict)
     epoch: Epoch | None = None
-    """Newest epoch; `is_open` tells whether steps can be committed in it."""
+    """Newest epoch; `is_open`: whether steps can be committed in it."""
 
     is_open: bool = False
     admitted: dict[str, Sender] = field(default_factory=dict)
     """Participants of the newest epoch with the request that was answered with it."""
 
     committed_step: int | None = None
-    states: dict[str, KnownState] = field(default_factory=dict)
+    states: dict[str, MemberState] = field(default_factory=dict)
     """State of each group that was a participant or recovered, and is not known to be dead."""
 
     history: list[CommittedRange] = field(default_factory=list)
@@ -351,7 +352,7 @@ class QuorumState:
         return number
 
     def join(self, sender: Sender, request: JoinRequest, now: float) -> list[QuorumReply]:
-        """Take a join request; its reply follows when the group is admitted or has to recover."""
+        """Handle a join request; its reply follows when the group is admitted or has to recover."""
         member = self.members.get(sender.group)
         if member is not None and sender.incarnation < member.incarnation:
             return [_reject_replaced(sender)]
@@ -360,10 +361,10 @@ class QuorumState:
         if rejection := self._check_join(sender, request, member, now):
             return [QuorumReply(to=sender, answer=rejection)]
         if self.is_open and self.admitted.get(sender.group) == sender:
-            self._note_seen(sender, now)
+            self._record_message(sender, now)
             return self._reply_epoch([sender])
         self.limits, self.settings = request.limits, dict(request.settings)
-        self._note_state(sender, request.committed_step)
+        self._reset_state(sender, request.committed_step)
         waiting_since = now
         is_repeated = member is not None and member.last_request == sender.request
         if member is not None and is_repeated and member.waiting_since is not None:
@@ -382,14 +383,14 @@ class QuorumState:
         return self.update(now)
 
     def vote(self, sender: Sender, vote: Vote, now: float) -> list[QuorumReply]:
-        """Take the vote of a participant; its reply follows when the step is decided."""
+        """Handle the vote of a participant; its reply follows when the step is decided."""
         member = self.members.get(sender.group)
         if member is not None and sender.incarnation < member.incarnation:
             return [_reject_replaced(sender)]
         if member is not None and self._is_late(member, sender):
             return []
-        self._note_seen(sender, now)
-        if self._takes_part(sender, vote):
+        self._record_message(sender, now)
+        if self._counts_in_open_vote(sender, vote):
             assert member is not None, "a participant is a member"
             step = (self.committed_step or 0) + 1
             if vote.step != step:
@@ -410,7 +411,7 @@ class QuorumState:
         return [QuorumReply(to=sender, answer=self._decide_late(sender, vote))]
 
     def leave(self, sender: Sender, now: float) -> list[QuorumReply]:
-        """Remove a group that ends; its state does not count as alive any more."""
+        """Remove a group that ends; its state is not available any more."""
         member = self.members.get(sender.group)
         if member is not None and member.incarnation == sender.incarnation:
             del self.members[sender.group]
@@ -419,20 +420,20 @@ class QuorumState:
         if state is not None and state.incarnation == sender.incarnation:
             del self.states[sender.group]
             self.version += 1
-        return [QuorumReply(to=sender, answer=Left()), *self.update(now)]
+        return [QuorumReply(to=sender, answer=LeaveConfirmation()), *self.update(now)]
 
-    def note_heartbeat(self, group: str, incarnation: int, now: float) -> None:
-        """Note that a process is alive and connected."""
-        self._note_seen(Sender(group=group, incarnation=incarnation, request=0), now)
+    def record_heartbeat(self, group: str, incarnation: int, now: float) -> None:
+        """Record that a process is alive and connected."""
+        self._record_message(Sender(group=group, incarnation=incarnation, request=0), now)
 
-    def note_disconnect(self, group: str, incarnation: int, now: float) -> None:
-        """Note that the connection of a process has ended."""
+    def record_disconnect(self, group: str, incarnation: int, now: float) -> None:
+        """Record that the connection of a process has ended."""
         member = self.members.get(group)
         if member is not None and member.incarnation == incarnation:
             member.is_connected, member.disconnected_at = False, now
 
-    def forget(self, groups: Iterable[str], now: float) -> list[QuorumReply]:
-        """Consider the state of groups as lost, as their user has confirmed.
+    def remove_lost_groups(self, groups: Iterable[str], now: float) -> list[QuorumReply]:
+        """Remove groups whose state the user declares lost.
 
         Raises:
             ConfigError: the newest step does not depend on a group.
@@ -441,8 +442,8 @@ class QuorumState:
             if group not in self.states:
                 names = ", ".join(self.list_newest()) or "none"
                 raise ConfigError(
-                    f"--forget={group}: the newest committed step does not depend on this group. "
-                    f"It depends on: {names}."
+                    f"--lost-groups={group}: the newest committed step does not depend on this "
+                    f"group. It depends on: {names}."
                 )
             del self.states[group]
             self.members.pop(group, None)
@@ -459,12 +460,12 @@ class QuorumState:
         return sorted(
             group
             for group in self.admitted
-            if (member := self._member_of(group)) is None
+            if (member := self._find_participant(group)) is None
             or member.committed_step != self.committed_step
         )
 
     def describe_member(self, group: str, now: float) -> str:
-        """Return what a group does, as far as the coordinator knows."""
+        """Return the state of a group for the status page."""
         member = self.members[group]
         if not member.is_live(now, self.limits):
             return "lost"
@@ -485,9 +486,9 @@ class QuorumState:
         replies: list[QuorumReply] = []
         if self.is_open:
             replies += self._close_vote(now)
-        if not self.is_open and self._may_form(now):
+        if not self.is_open and self._can_form_epoch(now):
             replies += self._form_epoch({}, now)
-        return replies + self._send_to_recover(now)
+        return replies + self._assign_recovery(now)
 
     def _close_vote(self, now: float) -> list[QuorumReply]:
         """Commit or discard the step of the open epoch if its votes are complete."""
@@ -509,7 +510,7 @@ class QuorumState:
         """Commit the step of the open epoch, and continue the epoch or begin the next one."""
         votes = self.open_vote.votes
         self._advance([group for group, vote in votes.items() if not vote.has_state])
-        if reason := self._membership_change(now):
+        if reason := self._describe_membership_change(now):
             return self._close_epoch(commit=True, reason=reason, now=now)
         requests = self.open_vote.requests.values()
         self.open_vote = OpenVote()
@@ -521,7 +522,7 @@ class QuorumState:
         assert self.epoch is not None and self.committed_step is not None, "an epoch is open"
         self.committed_step += 1
         for group, sender in self.admitted.items():
-            self.states[group] = KnownState(sender.incarnation, self.committed_step)
+            self.states[group] = MemberState(sender.incarnation, self.committed_step)
         if self.history and self.history[-1].epoch == self.epoch.number:
             self.history[-1].last = self.committed_step
         else:
@@ -529,12 +530,12 @@ class QuorumState:
             self.history.append(CommittedRange(epoch=self.epoch.number, first=step, last=step))
             del self.history[:-MAX_EPOCHS]
         for group in self.admitted:
-            member = self._member_of(group)
+            member = self._find_participant(group)
             if member is not None and group not in without_state:
                 member.committed_step = self.committed_step
 
-    def _membership_change(self, now: float) -> str:
-        """Return why the participants have to change after a committed step; empty: they stay."""
+    def _describe_membership_change(self, now: float) -> str:
+        """Describe why the participants change after a committed step; empty: they do not."""
         ends = sorted(group for group, vote in self.open_vote.votes.items() if vote.last)
         lost = sorted(group for group in self.admitted if not self._is_connected(group, now))
         joining = sorted(self._ready_groups(now))
@@ -590,11 +591,11 @@ class QuorumState:
             previous=() if self.epoch is None else self.epoch.participants,
             limits=self.limits,
         )
-        if isinstance(quorum, Waiting):
+        if isinstance(quorum, NoQuorum):
             self.reason = quorum.reason
             return []
         for group in quorum.participants:
-            self.states[group] = KnownState(self.members[group].incarnation, quorum.step)
+            self.states[group] = MemberState(self.members[group].incarnation, quorum.step)
         self.admitted = {group: senders[group] for group in quorum.participants}
         sources = [group for group in quorum.participants if candidates[group] == quorum.step]
         behind = [group for group in quorum.participants if candidates[group] < quorum.step]
@@ -616,7 +617,7 @@ class QuorumState:
         joined = [senders[group] for group in quorum.participants if group not in voters]
         return self._reply_epoch(joined)
 
-    def _may_form(self, now: float) -> bool:
+    def _can_form_epoch(self, now: float) -> bool:
         """Return whether an epoch may begin without waiting for more groups: all that are expected
         are ready, or the first one has waited for `timeout_seconds`."""
         ready = self._ready_groups(now)
@@ -634,7 +635,7 @@ class QuorumState:
             if group not in ready
         )
 
-    def _send_to_recover(self, now: float) -> list[QuorumReply]:
+    def _assign_recovery(self, now: float) -> list[QuorumReply]:
         """Answer the waiting groups that miss too many steps with a source of the newest state."""
         limit = self.limits.max_groups
         is_full = self.is_open and limit is not None and len(self.admitted) >= limit
@@ -655,7 +656,7 @@ class QuorumState:
         for group, source in assign_sources(behind, sources, offset=busy).items():
             member = self.members[group]
             member.waiting_since, member.is_recovering = None, True
-            self.states[group] = KnownState(member.incarnation, step)
+            self.states[group] = MemberState(member.incarnation, step)
             self.version += 1
             participants = self.epoch.participants if self.epoch and self.is_open else ()
             answer = Epoch(
@@ -724,29 +725,32 @@ class QuorumState:
         ]
         if not others or (request.limits, request.settings) == (self.limits, self.settings):
             return ""
-        ours = self.settings | _limits_as_settings(self.limits)
+        expected = self.settings | _limits_as_settings(self.limits)
         joining = dict(request.settings) | _limits_as_settings(request.limits)
-        names = sorted(name for name in {*ours, *joining} if ours.get(name) != joining.get(name))
+        names = sorted(
+            name for name in {*expected, *joining} if expected.get(name) != joining.get(name)
+        )
         if not names:
             return ""
         texts = [
-            f"  {name}: {joining.get(name, 'unset')} here, {ours.get(name, 'unset')} in the others"
+            f"  {name}: {joining.get(name, 'unset')} here, "
+            f"{expected.get(name, 'unset')} in the others"
             for name in names[:MAX_DIFFERENCES]
         ]
         if len(names) > MAX_DIFFERENCES:
             texts.append(f"  and {len(names) - MAX_DIFFERENCES} more")
         return (
-            f"group {sender.group} has other settings than the connected groups "
+            f"group {sender.group} has settings that differ from the connected groups "
             f"({', '.join(sorted(others)[:MAX_DIFFERENCES])}). Use the same values:\n"
             + "\n".join(texts)
         )
 
-    def _note_state(self, sender: Sender, committed_step: int) -> None:
-        """Note what a group has when it joins: the state of its previous process is lost, that of a
-        new one is stored in a checkpoint, and a vote for whose decision it does not wait ends."""
+    def _reset_state(self, sender: Sender, committed_step: int) -> None:
+        """Reset the recorded state of a group that joins: the state of a previous process is lost,
+        a new process has that of a checkpoint, and an undecided vote is withdrawn."""
         state = self.states.pop(sender.group, None)
         if state is not None and state.incarnation == sender.incarnation:
-            self.states[sender.group] = KnownState(sender.incarnation, committed_step)
+            self.states[sender.group] = MemberState(sender.incarnation, committed_step)
         self.open_vote.votes.pop(sender.group, None)
         self.open_vote.requests.pop(sender.group, None)
 
@@ -761,12 +765,12 @@ class QuorumState:
         """Return whether a message is older than one that the same process sent later."""
         return sender.incarnation == member.incarnation and sender.request < member.last_request
 
-    def _takes_part(self, sender: Sender, vote: Vote) -> bool:
-        """Return whether a vote counts for the step that the open epoch computes, or for a later
-        one, which is an error."""
+    def _counts_in_open_vote(self, sender: Sender, vote: Vote) -> bool:
+        """Return whether a vote is about the step of the open epoch, or about a later one, which is
+        an error."""
         if not self.is_open or self.epoch is None or self.epoch.number != vote.epoch:
             return False
-        member = self._member_of(sender.group)
+        member = self._find_participant(sender.group)
         return (
             self._is_admitted(sender)
             and member is not None
@@ -778,7 +782,7 @@ class QuorumState:
         admitted = self.admitted.get(sender.group)
         return admitted is not None and admitted.incarnation == sender.incarnation
 
-    def _member_of(self, group: str) -> Member | None:
+    def _find_participant(self, group: str) -> Member | None:
         """Return a participant of the newest epoch, unless its process was replaced or left."""
         member = self.members.get(group)
         if member is None or member.incarnation != self.admitted[group].incarnation:
@@ -787,7 +791,7 @@ class QuorumState:
 
     def _is_connected(self, group: str, now: float) -> bool:
         """Return whether the process of a participant is live."""
-        member = self._member_of(group)
+        member = self._find_participant(group)
         return member is not None and member.is_live(now, self.limits)
 
     def _may_vote(self, group: str, now: float) -> bool:
@@ -795,7 +799,7 @@ class QuorumState:
         first_at = self.open_vote.first_at
         if first_at is not None and now - first_at > self.limits.timeout_seconds:
             return False
-        member = self._member_of(group)
+        member = self._find_participant(group)
         return (
             member is not None
             and member.waiting_since is None  # it has joined again instead of voting
@@ -810,7 +814,7 @@ class QuorumState:
             if member.waiting_since is not None and member.is_live(now, self.limits)
         ]
 
-    def _note_seen(self, sender: Sender, now: float) -> None:
+    def _record_message(self, sender: Sender, now: float) -> None:
         member = self.members.get(sender.group)
         if member is not None and member.incarnation == sender.incarnation:
             member.last_seen = now
@@ -882,7 +886,7 @@ class QuorumState:
                 admitted={sender.group: sender for sender in senders},
                 committed_step=None if step is None else int(step),
                 states={
-                    str(group): KnownState(int(incarnation), int(has))
+                    str(group): MemberState(int(incarnation), int(has))
                     for group, (incarnation, has) in record["states"].items()
                 },
                 history=[

@@ -13,7 +13,7 @@ import torch
 from megalith.checkpoint import staging, state_transfer
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.state_transfer import (
-    SnapshotGoneError,
+    SnapshotExpiredError,
     StateServer,
     StateTransferError,
     fetch_state,
@@ -261,12 +261,12 @@ def test_replaced_or_withdrawn_snapshot_ends_the_transfer() -> None:
             return data
 
         with forward(server.address, withdraw) as address:
-            with pytest.raises(SnapshotGoneError, match="does not offer this snapshot any more"):
+            with pytest.raises(SnapshotExpiredError, match="does not offer this snapshot any more"):
                 fetch([address], entries)
-        with pytest.raises(SnapshotGoneError):
+        with pytest.raises(SnapshotExpiredError):
             fetch([server.address], entries)
         server.offer(9, build_entries(0, 1, dim=0, step=9), {})
-        with pytest.raises(SnapshotGoneError):
+        with pytest.raises(SnapshotExpiredError):
             fetch([server.address], entries)
         fetch([server.address], entries, step=9)
         assert_equal(entries, build_entries(0, 1, dim=0, step=9))

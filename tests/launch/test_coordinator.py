@@ -296,7 +296,7 @@ def test_group_with_other_settings_is_rejected(tmp_path: Path, pool: ThreadPoolE
                 settings={"model.num_layers": "3", "data.seed": "1", "optim.lr": "0.001"},
             )
         assert str(error.value) == (
-            "group b has other settings than the connected groups (a). Use the same values:\n"
+            "group b has settings that differ from the connected groups (a). Use the same values:\n"
             "  data.seed: 1 here, unset in the others\n"
             "  model.num_layers: 3 here, 2 in the others\n"
             "  replica_group.max_groups: None here, 2 in the others\n"
@@ -326,7 +326,9 @@ def test_coordinator_with_other_state_is_rejected(tmp_path: Path, pool: ThreadPo
         second = CoordinatorClient(server.server.address, limits=LIMITS)
         epoch = join_both(pool, first, second)
     with first, second, serve(tmp_path / "two", port):
-        with pytest.raises(ConfigError, match="has other state than the one that group a joined"):
+        with pytest.raises(
+            ConfigError, match="has state that differs from the one that group a joined"
+        ):
             first.vote(epoch=epoch.number, step=1, ok=True)
 
 
@@ -546,7 +548,10 @@ def test_invalid_options_of_the_command_are_rejected(
     for options, text in (
         (["--port", "70000"], "--port=70000 is not a port. Use 0 to 65535, e.g. 29700."),
         (["--state", str(file)], f"--state={file} cannot be used"),
-        (["--state", str(tmp_path), "--forget", "a"], "--forget=a: the newest committed step does"),
+        (
+            ["--state", str(tmp_path), "--lost-groups", "a"],
+            "--lost-groups=a: the newest committed step does",
+        ),
         (["--state", str(tmp_path), "--host", "192.0.2.1"], "on 192.0.2.1 cannot be opened"),
     ):
         assert main(["coordinate", *options]) == 2

@@ -229,7 +229,7 @@ class Simulation:
 
     def beat(self, name: str, incarnation: int) -> None:
         if self.state is not None:
-            self.state.note_heartbeat(name, incarnation, self.now)
+            self.state.record_heartbeat(name, incarnation, self.now)
 
     # -- groups --------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Simulation:
             return
         group.is_alive, group.message = False, None
         if self.state is not None and self.rng.random() < 0.5:  # else the host has disappeared
-            self.state.note_disconnect(name, group.incarnation, self.now)
+            self.state.record_disconnect(name, group.incarnation, self.now)
 
     def leave(self, name: str) -> None:
         group = self.groups.get(name)

@@ -11,7 +11,7 @@ from megalith.plan.quorum import (
     Decision,
     Epoch,
     JoinRequest,
-    Left,
+    LeaveConfirmation,
     QuorumLimits,
     QuorumReply,
     QuorumState,
@@ -55,7 +55,7 @@ def start_groups(names: str, limits: QuorumLimits, *, now: float = 0.0) -> Quoru
         state.join(sender(name, 1), request(limits=limits), now)
     state.update(now + limits.timeout_seconds)
     for name in names:
-        state.note_heartbeat(name, ord(name) - 96, now + limits.timeout_seconds)
+        state.record_heartbeat(name, ord(name) - 96, now + limits.timeout_seconds)
     assert state.is_open and state.epoch is not None
     assert state.epoch.participants == tuple(names)
     return state
@@ -67,7 +67,7 @@ def test_first_epoch_waits_for_more_groups_until_the_timeout() -> None:
         state.register()
     assert state.join(sender("a", 1), request(), 0) == []
     assert state.join(sender("b", 1), request(), 1) == []
-    state.note_heartbeat("a", 1, 4)
+    state.record_heartbeat("a", 1, 4)
     assert state.update(TIMEOUT - 0.1) == []
     assert list(answers(state.update(TIMEOUT))) == ["a1", "b1"]
     state = QuorumState()
@@ -84,7 +84,7 @@ def test_group_that_does_not_vote_is_excluded_after_the_timeout() -> None:
         assert state.vote(sender(name, 2), ballot(1, 1, ok=False), 10) == []
     for now in (12, 14, 16):
         for name in "abc":  # all are connected
-            state.note_heartbeat(name, ord(name) - 96, now)
+            state.record_heartbeat(name, ord(name) - 96, now)
     assert state.update(15) == []
     replies = answers(state.update(15.1))
     assert list(replies) == ["a2", "b2"]
@@ -101,7 +101,7 @@ def test_group_that_does_not_vote_is_excluded_after_the_timeout() -> None:
 
 def test_lost_groups_are_excluded_without_waiting_for_the_timeout() -> None:
     state = start_groups("abc", BOTH)
-    state.note_disconnect("c", 3, 5)
+    state.record_disconnect("c", 3, 5)
     for name in "ab":
         assert state.vote(sender(name, 2), ballot(1, 1, ok=False), 5.1) == []
     assert list(answers(state.update(5.4))) == []
@@ -110,7 +110,7 @@ def test_lost_groups_are_excluded_without_waiting_for_the_timeout() -> None:
 
 def test_no_group_continues_alone_below_min_groups() -> None:
     state = start_groups("ab", BOTH)
-    state.note_disconnect("b", 2, 5)
+    state.record_disconnect("b", 2, 5)
     decision = answers([*state.vote(sender("a", 2), ballot(1, 1), 5), *state.update(6)])["a2"]
     assert isinstance(decision, Decision)
     assert (decision.commit, decision.epoch, decision.rejoin) == (False, None, True)
@@ -134,7 +134,7 @@ def test_repeated_and_late_messages_have_no_effect() -> None:
 
 def test_process_that_was_replaced_is_rejected() -> None:
     state = start_groups("ab", BOTH)
-    state.note_disconnect("a", 1, 5)
+    state.record_disconnect("a", 1, 5)
     state.join(sender("a", 1, incarnation=8), request(), 6)
     for replies in (
         state.vote(sender("a", 2), ballot(1, 1), 6),
@@ -171,7 +171,7 @@ def test_group_may_leave_after_a_step() -> None:
     assert replies["c2"] == Decision(commit=True, rejoin=True, reason="group c leaves")
     assert isinstance(replies["a2"], Decision) and replies["a2"].epoch is not None
     assert replies["a2"].epoch.participants == ("a", "b")
-    assert answers(state.leave(sender("c", 3), 5)) == {"c3": Left()}
+    assert answers(state.leave(sender("c", 3), 5)) == {"c3": LeaveConfirmation()}
     assert state.list_newest() == ["a", "b"]
 
 
@@ -183,33 +183,34 @@ def test_spare_group_replaces_a_lost_one() -> None:
         state.vote(sender("a", 1 + step), ballot(1, step), 5)
         replies = answers(state.vote(sender("b", 1 + step), ballot(1, step), 5))
         assert replies == {f"{name}{1 + step}": Decision(commit=True) for name in "ab"}
-    state.note_disconnect("b", 2, 5)
+    state.record_disconnect("b", 2, 5)
     replies = answers([*state.vote(sender("a", 5), ballot(1, 4, ok=False), 6), *state.update(6)])
     recovery = replies["c1"]
     assert isinstance(recovery, Epoch)
     assert recovery.recover_from == {"c": "a"} and not recovery.has("c")
 
 
-def test_newest_step_is_waited_for_until_it_is_forgotten() -> None:
+def test_groups_wait_for_the_newest_step_until_its_state_is_declared_lost() -> None:
     limits = QuorumLimits(min_groups=1, timeout_seconds=TIMEOUT)
     state = start_groups("ab", limits)
     for name in "ab":
         state.vote(sender(name, 2), ballot(1, 1), 5)
     state = QuorumState.from_record(state.to_record(), 100)
     assert state.join(sender("c", 1), request(limits=limits), 100) == []
-    state.note_heartbeat("c", 3, 111)
+    state.record_heartbeat("c", 3, 111)
     assert state.update(111) == []  # closes the epoch of the lost groups
     assert state.reason == (
         "step 1 was committed by groups a, b, and none of them has joined again; the newest state "
         "of the other groups is step 0"
     )
     with pytest.raises(ConfigError) as error:
-        state.forget(["c"], 111)
+        state.remove_lost_groups(["c"], 111)
     assert str(error.value) == (
-        "--forget=c: the newest committed step does not depend on this group. It depends on: a, b."
+        "--lost-groups=c: the newest committed step does not depend on this group. "
+        "It depends on: a, b."
     )
-    assert state.forget(["a"], 111) == []
-    replies = answers(state.forget(["b"], 111))
+    assert state.remove_lost_groups(["a"], 111) == []
+    replies = answers(state.remove_lost_groups(["b"], 111))
     assert isinstance(replies["c1"], Epoch)
     assert replies["c1"].step == 0
 
@@ -219,12 +220,12 @@ def test_restarted_groups_continue_from_their_newest_checkpoint() -> None:
     for name in "ab":
         state.vote(sender(name, 2), ballot(1, 1), 5)
     for name in "ab":
-        state.note_disconnect(name, ord(name) - 96, 6)
+        state.record_disconnect(name, ord(name) - 96, 6)
     state.update(20)
     assert state.join(sender("a", 1, incarnation=7), request(0), 20) == []
     assert state.join(sender("b", 1, incarnation=8), request(0), 20) == []
-    state.note_heartbeat("a", 7, 25)
-    state.note_heartbeat("b", 8, 25)
+    state.record_heartbeat("a", 7, 25)
+    state.record_heartbeat("b", 8, 25)
     replies = answers(state.update(25))
     assert isinstance(replies["a1"], Epoch)
     assert replies["a1"].step == 0
@@ -286,14 +287,14 @@ def test_older_step_of_a_live_group_is_kept_when_later_ones_are_lost() -> None:
     for name in "ab":
         state.vote(sender(name, 2), ballot(1, 1), 5)
     state.vote(sender("a", 3), ballot(1, 2), 5)
-    state.note_heartbeat("a", 1, 9)
+    state.record_heartbeat("a", 1, 9)
     assert list(answers(state.update(10.1))) == ["a3"]  # without b, which does not answer
     state.vote(sender("a", 4), ballot(2, 2), 10.1)
     assert (state.committed_step, state.list_newest()) == (2, ["a"])
-    state.note_disconnect("a", 1, 10.1)
+    state.record_disconnect("a", 1, 10.1)
     state.update(16)
     assert state.join(sender("a", 1, incarnation=7), request(limits=limits), 16) == []
-    state.note_heartbeat("a", 7, 21)
+    state.record_heartbeat("a", 7, 21)
     assert state.update(21) == []
     assert state.reason.startswith("step 1 was committed by groups b, and none of them has joined")
     replies = answers(state.join(sender("b", 4), request(1, limits=limits), 21))
@@ -317,7 +318,7 @@ def test_group_that_recovers_during_an_epoch_does_not_keep_commits() -> None:
     restored = QuorumState.from_record(state.to_record(), 5)
     assert restored.list_without_state() == ["b"]
 
-    state.note_disconnect("a", 1, 5)  # b does not continue from a state that it does not have
+    state.record_disconnect("a", 1, 5)  # b does not continue from a state that it does not have
     state.vote(sender("b", 3), Vote(epoch=2, step=4, ok=False, has_state=False), 6)
     decision = answers([*state.update(6), *state.vote(sender("b", 3), ballot(2, 4), 6)])["b3"]
     assert isinstance(decision, Decision)
