@@ -20,7 +20,7 @@ class FaultDetectorConfig:
     nonfinite: FaultAction | None = None
     """Action if the loss or the gradient norm is NaN or infinite. warn: log it, and leave gradients
     that are not finite to `optim.nonfinite_grad`; skip: no update; rerun: find the cause by
-    repeating the step, and if no machine is at fault, do as `model_fault` says; rollback: continue
+    repeating the step, and if no machine is at fault, apply `model_fault`; rollback: continue
     from an earlier checkpoint without the samples; stop: end the run. fp16 overflows lower the loss
     scale instead. Unset: rerun, then skip."""
 
@@ -39,8 +39,8 @@ class FaultDetectorConfig:
     """Number of accepted steps with which a step is compared; no spike is detected before 32."""
 
     rerun_every: Annotated[int, Ge(0)] = 0
-    """Steps between reruns that compare the bits of the gradients, for faults that change no
-    statistic visibly. Each doubles the time of its step. 0: none."""
+    """Steps between reruns that compare the bits of the gradients, for silent data
+    corruption that changes no statistic visibly. Each doubles the time of its step. 0: none."""
 
     report_stats: bool = False
     """Write the distribution of the differences per parameter in reruns to rerun_stats.jsonl."""

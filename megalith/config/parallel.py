@@ -175,8 +175,8 @@ class ParallelConfig:
 
     heartbeat_timeout_seconds: Annotated[float | None, Gt(0), Le(1e9), Example(300.0)] = None
     """Seconds without progress outside of collectives after which a rank is killed, and reported
-    with its stacks. Unset: 5 times the longest seen in the same section of the run (start, step,
-    save, load, evaluate, exit), at least 60 s; `timeout_seconds` until 16 have been seen."""
+    with its stacks. Unset: 5 times the longest time measured in the same section of the run (start,
+    step, save, load, evaluate, exit), at least 60 s; `timeout_seconds` for the first 16 passes."""
 
 
 # --- activation checkpointing (recomputation in backward) and activation offload to host memory

@@ -70,8 +70,8 @@ def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceH
 
 
 def describe_device_type(device: torch.device) -> str:
-    """Return what determines the bits of results: the model of the device, and on a CPU also the
-    number of threads; and the version of torch."""
+    """Describe the properties on which the bits of results depend: the model of the device, on a
+    CPU also the number of threads, and the version of torch."""
     if device.type == CPU:
         name = f"{_read_cpu_model()}, {torch.get_num_threads()} threads"
     else:

@@ -2,9 +2,9 @@
 its step.
 
 A rerun repeats forward and backward with the same weights, samples and random keys, so its
-gradients have the same bits unless a machine computes wrongly. A rerun with shifted samples gives
-each data-parallel rank the samples of its neighbor: a wrong value moves with the samples if the
-model or its data causes it, and stays on the rank if a machine does.
+gradients have the same bits unless a machine computes wrongly (silent data corruption). A rerun
+with shifted samples gives each data-parallel rank the samples of its neighbor: a wrong value moves
+with the samples if the model or its data causes it, and stays on the rank if a machine does.
 """
 
 import math
@@ -21,7 +21,7 @@ MIN_ACCEPTED_STEPS = 32
 batch size or of the optimizer."""
 
 MAX_SPIKES_IN_A_ROW = 32
-"""Spikes in a row after which the window starts anew: the level of the run has changed (heuristic:
+"""Spikes in a row after which the window is reset: the level of the run has changed (heuristic:
 skipped ones end the run after 20)."""
 
 SPIKE_FACTOR = 1.5
@@ -279,8 +279,8 @@ def _compare_shifted(
 def _find_worse_rank(
     run: StepRun, shifted: StepRun, different: Sequence[tuple[int, int]]
 ) -> set[int]:
-    """Return which of two ranks gives the worse results for the samples that they computed
-    differently; both if that depends on the samples."""
+    """Return which of two ranks has the worse results for the samples on which they differ; both if
+    that depends on the samples."""
     return {
         source if run.ranks[source].is_worse(shifted.ranks[target]) else target
         for source, target in different
@@ -368,14 +368,15 @@ class SuspectExit:
 
 
 Action = Literal["update", "skip", "rerun", "rollback", "stop", "exit", "exit_again"]
-"""What to do with a step. update: apply it; exit: discard it and end the run for other machines;
-exit_again: an exit has not helped, so the user must act; stop: end the run with an error."""
+"""Action for a step. update: apply it; exit: discard it and end the run for other machines;
+exit_again: the fault recurs after an exit, so the user must act; stop: end the run with an
+error."""
 
 _ACTIONS: Mapping[str, Action] = {"warn": "update", "skip": "skip", "rollback": "rollback"}
 
 
 def choose_first_action(action: FaultAction) -> Action:
-    """Return what to do with a step whose first run has failed a check, if `action` is set."""
+    """Return the action for a step whose first run has failed a check, if `action` is set."""
     if action in ("rerun", "stop"):
         return action
     return _ACTIONS[action]
@@ -390,7 +391,7 @@ def choose_action(
     hosts: Sequence[str],
     exits: Iterable[SuspectExit],
 ) -> Action:
-    """Return what to do with a step whose fault has a known cause.
+    """Return the action for a step whose fault has a known cause.
 
     `failed_check`: of the first run; None: reruns of a step that passed the checks.
     `hosts`: by rank. `exits`: earlier exits of this run. A fault that has caused an exit before is

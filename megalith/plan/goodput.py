@@ -114,13 +114,13 @@ class GoodputReport:
     mean_save_seconds: float | None
     """Mean time for which a persistent save delays training."""
     mtbf_seconds: float | None
-    """Time in starts divided by the number of faults: starts that ended by one, or of which no exit
-    was recorded."""
+    """Mean time between faults: time in starts divided by the number of starts that ended by a
+    fault, or of which no exit was recorded."""
     checkpoint_every: int | None
     """Setting of the last start."""
     event_counts: Mapping[str, int]
     notes: tuple[str, ...]
-    """Missing and invalid rows of the files."""
+    """Missing and invalid rows of the files, and changes of clocks."""
 
     @property
     def goodput(self) -> float:

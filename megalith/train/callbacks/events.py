@@ -47,7 +47,7 @@ class EventsWriter(Callback):
     A line has `event`, `start` (its number in starts.jsonl), `time` (seconds since 1970), `elapsed`
     (seconds since the process began, by the monotonic clock), and for what takes time
     `seconds`, which end at `elapsed`. Other callbacks write events with `RunView.record_event`:
-    one named `waiting` with `seconds` says how much of the last steps was spent on waiting for
+    one named `waiting` with `seconds` contains the part of the last steps spent on waiting for
     stragglers.
     """
 

@@ -138,24 +138,24 @@ class FaultDetector(Callback):
         self.diverged = False
         """Whether the last step that had labels was divergent."""
         self.suspect: str | None = None
-        """Why the run must continue on other machines; None: it need not."""
+        """Reason for which the run must continue on other machines; None: there is none."""
         self._history = StepHistory()
         self._history_settings: Sequence[object] = ()
         """Batch size and optimizer of the steps in the history."""
         self._step = 0
         self._spikes: tuple[Spike, ...] = ()
         self._failed_check: FailedCheck | None = None
-        """The check that the first run of the step failed."""
+        """Check that the first run of the step failed; None: it passed."""
         self._first_fault = ""
-        """How it fails it."""
+        """Description of the failed check."""
         self._passes: list[bool] = []
         """Whether each run of the step passes the checks."""
         self._is_diagnosing = False
-        """Whether this callback repeats the step."""
+        """Whether this callback has requested a rerun of the step."""
         self._local_start: int | None = None
         """Step of the local checkpoint that the run has resumed from, and that may be damaged."""
         self._decided: StepRequest | None = None
-        """The action after a last rerun, whose result is used."""
+        """Action after the last rerun, whose result is used."""
         self._skip_reason: str | None = None
         self._corrupt: dict[int, Any] = {}  # Any: gathered lists of names
         """Parameters with corrupt optimizer state, by rank."""
@@ -318,7 +318,7 @@ class FaultDetector(Callback):
 
     def _plan_reload(self) -> bool:
         """Plan to repeat the steps since a local checkpoint from a persistent one, if the local one
-        may have been damaged; return whether it may. Only once."""
+        may have been damaged; return whether this is possible. Only once per run."""
         start, num_steps = self._local_start, self._config.suspect_steps
         if start is None or self._step > start + num_steps:
             return False
@@ -367,7 +367,7 @@ class FaultDetector(Callback):
         return StepRequest.SKIP
 
     def _describe_fault(self, stats: StepStats) -> str:
-        """Return which check the step fails."""
+        """Describe the check that the step fails."""
         if self._failed_check == "spike":
             return "spike of " + ", ".join(map(str, self._spikes))
         return f"loss {stats.loss}, gradient norm {stats.grad_norm}"
@@ -536,7 +536,7 @@ class FaultDetector(Callback):
             )
 
     def divergence_error(self, problem: str, *, more: str = "") -> DataError:
-        """Return the error of a divergent run, which says how to continue. Collective.
+        """Return the error of a divergent run, with advice how to continue. Collective.
 
         `more`: further advice, after a comma.
         """

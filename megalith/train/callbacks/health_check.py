@@ -29,7 +29,7 @@ class HealthCheck(Callback):
 
     def __init__(self) -> None:
         self.suspect: str | None = None
-        """Why the run must continue on other machines; None: it need not."""
+        """Reason for which the run must continue on other machines; None: there is none."""
         self._is_due = False
 
     def on_start(self, run: RunView) -> None:
