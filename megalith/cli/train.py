@@ -47,8 +47,8 @@ class TrainCommand:
     """Number of processes to start on this machine; omit under torchrun."""
 
     restarts: int = 0
-    """How often the processes of --nproc are started again after a fault; they continue from the
-    newest checkpoint."""
+    """Number of times that the processes of --nproc are started again after a fault; they
+    continue from the newest checkpoint."""
 
     spares: int = 0
     """Number of additional processes that are started, and wait to replace dead ranks when the run
@@ -128,7 +128,7 @@ def _fits(run: TrainRun, world: int) -> bool:
 
 
 def _check_restarts(command: TrainCommand, run: TrainRun) -> None:
-    """Check that this process can start ranks again as the options say.
+    """Check that this process can start ranks again with these options.
 
     Raises:
         ConfigError: an option is not valid, or another launcher has started this rank.

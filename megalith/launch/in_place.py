@@ -1,5 +1,5 @@
 """Supervisor of local ranks with restarts in place: after a fault of one rank, the others keep
-their processes and meet again in the next round, in which spare or new processes replace dead ones.
+their processes and join the next round, in which spare or new processes replace dead ones.
 Imports no torch.
 
 A fault is the end of a process, a rank that reports that it lost a peer, or a hang. The supervisor
@@ -41,7 +41,7 @@ from megalith.launch.rounds import (
     SERVED_STORE,
     Abort,
     End,
-    Hang,
+    HangReport,
     Message,
     ReadyForRank,
     Round,
@@ -62,7 +62,7 @@ slow the start of the round."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlacePolicy:
-    """What the supervisor knows about the run."""
+    """Restart policy and layout of the run, for the supervisor."""
 
     config: RestartConfig
     num_spares: int = 0
@@ -260,7 +260,7 @@ class InPlaceRanks(LocalRanks):
                 member.is_ready = True
             case RoundFailure(number) if number == self.round:
                 member.round_failure = message
-            case Hang(number) if number == self.round:
+            case HangReport(number) if number == self.round:
                 failure = Failure(**message.failure)
                 if self._hang is None or failure.is_report:
                     self._hang = failure
@@ -449,7 +449,7 @@ class InPlaceRanks(LocalRanks):
         remaining: Sequence[int],
         cause: Failure,
     ) -> str:
-        """Return the cause of a restart and what becomes of the ranks, as a line."""
+        """Return the cause of a restart and the changes of the ranks, as a line."""
         shown = cause.summary if cause.is_report else describe_in_a_line([cause])
         replaced = [rank for rank in restart.replacements if rank in remaining]
         num_kept = sum(rank in remaining for rank in alive)

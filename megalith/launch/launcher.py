@@ -42,7 +42,7 @@ _CONSEQUENCES = re.compile(
     r"timeout|aborted|stopped in a hang",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL, the stores and the hang watch on a rank whose peer has failed."""
+"""Messages of gloo, NCCL, the stores and the watchdog on a rank whose peer has failed."""
 
 STOPPED_IN_A_HANG = "stopped in a hang"
 
@@ -489,7 +489,7 @@ class LocalRanks:
     sent_sigterm: bool = False
     """Whether SIGTERM has been sent."""
     on_failure: Callable[[Failure, int], None] | None = None
-    """Receives the failure that came first, and the exit code of the job."""
+    """Receives the first failure, and the exit code of the job."""
     heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
     """Heartbeats of the processes."""
 

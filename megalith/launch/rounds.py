@@ -91,16 +91,16 @@ class RoundFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class HangReport:
     """A rank waits in a collective for longer than the timeout."""
 
     number: int
     failure: dict[str, Any]  # Any: JSON, fields of `Failure`
 
 
-Message = Round | Abort | End | ReadyForRank | RoundFailure | Hang
+Message = Round | Abort | End | ReadyForRank | RoundFailure | HangReport
 _KINDS: Mapping[str, type[Message]] = {
-    kind.__name__: kind for kind in (Round, Abort, End, ReadyForRank, RoundFailure, Hang)
+    kind.__name__: kind for kind in (Round, Abort, End, ReadyForRank, RoundFailure, HangReport)
 }
 
 
@@ -252,7 +252,7 @@ class RestartClient:
 
     def report_hang(self, failure: Failure, _after_seconds: float) -> None:
         """Report that the ranks wait for one of them; the launcher aborts the round."""
-        self._send(Hang(self.round.number, shorten_failure(failure)))
+        self._send(HangReport(self.round.number, shorten_failure(failure)))
 
     def leave(self, failure: Failure) -> Round:
         """Leave the current round and wait for the next one."""

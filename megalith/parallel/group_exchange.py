@@ -39,7 +39,7 @@ KEEPALIVE_SECONDS = 5
 
 
 class GroupExchangeError(Exception):
-    """A sum over replica groups failed, because a peer is gone, too slow, or in another epoch."""
+    """A sum over replica groups failed, because a peer is lost, too slow, or in another epoch."""
 
 
 class GroupExchange(Protocol):
@@ -57,7 +57,7 @@ class GroupExchange(Protocol):
         """Sum tensors in place over the groups; all groups get the same bits.
 
         Raises:
-            GroupExchangeError: a peer is gone; the tensors hold undefined values.
+            GroupExchangeError: a peer is lost; the tensors hold undefined values.
         """
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
@@ -185,7 +185,7 @@ def connect_ring(
     `next_address`: where the same rank of the next group listens.
 
     Raises:
-        GroupExchangeError: a neighbor is gone, or does not connect in time.
+        GroupExchangeError: a neighbor is lost, or does not connect in time.
     """
     if len(member.participants) == 1:
         return RingExchange(member, None, None, timeout_seconds)
@@ -208,7 +208,7 @@ def connect_peer(
     """Connect to the same rank of another group, which listens at `address`; the socket blocks.
 
     Raises:
-        GroupExchangeError: the group is gone.
+        GroupExchangeError: the group is lost.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -238,7 +238,7 @@ class RingExchange:
     """Connection to the next group; None if there is only one group."""
     previous: socket.socket | None
     timeout_seconds: float
-    """Time without any byte from a peer after which it counts as gone."""
+    """Time without any byte from a peer after which it counts as lost."""
     num_messages: int = 0
     """Messages sent in this epoch."""
 
@@ -317,11 +317,11 @@ class RingExchange:
             GroupExchangeError: a peer has closed its connection, or sent nothing for too long.
         """
         assert self.following is not None and self.previous is not None
-        payload = _bytes_of(sent)
+        payload = _view_bytes(sent)
         header = HEADER.pack(self.member.epoch, self.num_messages, len(payload))
         sender = _Sender(self.following, [memoryview(header), payload])
         receiver = _Receiver(
-            self.previous, _bytes_of(received), self.member.epoch, self.num_messages
+            self.previous, _view_bytes(received), self.member.epoch, self.num_messages
         )
         self.num_messages += 1
         deadline = time.monotonic() + self.timeout_seconds
@@ -450,13 +450,13 @@ def _cut_into_pieces(tensors: Sequence[Tensor], numel: int) -> Iterator[list[Ten
         yield parts
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor in host memory."""
     return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def configure_socket(connection: socket.socket, timeout_seconds: float) -> None:
-    """Send small messages at once, and have the kernel detect that a machine is gone."""
+    """Send small messages at once, and have the kernel detect the loss of a machine."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {

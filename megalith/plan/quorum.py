@@ -175,7 +175,7 @@ class QuorumReply:
 
 
 @dataclass(kw_only=True)
-class Member:
+class GroupMember:
     """State of a group that has joined, as known to the coordinator."""
 
     group: str
@@ -318,7 +318,7 @@ class QuorumState:
     settings: dict[str, str] = field(default_factory=dict)
     """Settings of the groups; those of the first one that joined."""
 
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, GroupMember] = field(default_factory=dict)
     epoch: Epoch | None = None
     """Newest epoch; `is_open`: whether steps can be committed in it."""
 
@@ -369,7 +369,7 @@ class QuorumState:
         is_repeated = member is not None and member.last_request == sender.request
         if member is not None and is_repeated and member.waiting_since is not None:
             waiting_since = member.waiting_since
-        self.members[sender.group] = Member(
+        self.members[sender.group] = GroupMember(
             group=sender.group,
             incarnation=sender.incarnation,
             committed_step=request.committed_step,
@@ -688,7 +688,7 @@ class QuorumState:
     # -- conditions ----------------------------------------------------------------------------
 
     def _check_join(
-        self, sender: Sender, request: JoinRequest, member: Member | None, now: float
+        self, sender: Sender, request: JoinRequest, member: GroupMember | None, now: float
     ) -> Rejection | None:
         """Return why a group cannot join; None: it can."""
         if member is not None and self._is_other_process(member, sender, now):
@@ -711,7 +711,7 @@ class QuorumState:
             )
         return None
 
-    def _is_other_process(self, member: Member, sender: Sender, now: float) -> bool:
+    def _is_other_process(self, member: GroupMember, sender: Sender, now: float) -> bool:
         """Return whether a connected process uses the id of a group that another one joins."""
         is_connected = member.is_live(now, self.limits) and member.is_connected
         return is_connected and member.incarnation != sender.incarnation
@@ -761,7 +761,7 @@ class QuorumState:
             if not is_needed and not member.is_live(now, self.limits):
                 del self.members[group]
 
-    def _is_late(self, member: Member, sender: Sender) -> bool:
+    def _is_late(self, member: GroupMember, sender: Sender) -> bool:
         """Return whether a message is older than one that the same process sent later."""
         return sender.incarnation == member.incarnation and sender.request < member.last_request
 
@@ -782,7 +782,7 @@ class QuorumState:
         admitted = self.admitted.get(sender.group)
         return admitted is not None and admitted.incarnation == sender.incarnation
 
-    def _find_participant(self, group: str) -> Member | None:
+    def _find_participant(self, group: str) -> GroupMember | None:
         """Return a participant of the newest epoch, unless its process was replaced or left."""
         member = self.members.get(group)
         if member is None or member.incarnation != self.admitted[group].incarnation:
@@ -863,7 +863,7 @@ class QuorumState:
         """
         try:
             members = [
-                Member(
+                GroupMember(
                     group=str(entry["group"]),
                     incarnation=int(entry["incarnation"]),
                     committed_step=int(entry["committed_step"]),

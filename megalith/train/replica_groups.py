@@ -52,8 +52,8 @@ from megalith.train.replica_group_settings import find_own_host, list_compared_s
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Time after which the ranks of a group that wait for rank 0 begin a new collective, so that none
-looks like a hang while rank 0 waits for the coordinator (heuristic)."""
+"""Time after which the ranks of a group that wait for rank 0 begin a new collective, so that the
+watchdog detects no hang while rank 0 waits for the coordinator (heuristic)."""
 
 NUM_SHARED_REQUESTS = 2
 """Kinds of requests that are sent to all groups (`train/step.py`)."""
@@ -132,7 +132,7 @@ class GroupSums:
     counts: Sequence[float] = ()
     """Counts of the global batch of the next step."""
     last_updated: bool | None = None
-    """Whether the step before has changed the weights; None: no group knows it."""
+    """Whether the step before has changed the weights; None: unknown in all groups."""
     scale: float = 1.0
     """Loss scale of the gradients."""
     joins: Collection[str] = ()
@@ -140,7 +140,7 @@ class GroupSums:
 
 
 @dataclass(slots=True)
-class _KeptStep:
+class _UncommittedStep:
     """What this group has computed of a step that was not committed yet."""
 
     samples: set[int] = field(default_factory=set)
@@ -213,8 +213,8 @@ class ReplicaGroups:
         """Counts of the global batch of the next step; None: unknown."""
         self._sums: GroupSums | None = None
         """Result of the present step."""
-        self._kept = _KeptStep()
-        self._attempt = _KeptStep()
+        self._kept = _UncommittedStep()
+        self._attempt = _UncommittedStep()
         self._spare: list[Tensor] = []
         self._loader: Loader | None = None
         self.share = SINGLE_GROUP
@@ -275,7 +275,7 @@ class ReplicaGroups:
             epoch, self._next_epoch = self._next_epoch, None
             return epoch
         # the others may have computed the samples of this group in the meantime
-        self._kept = _KeptStep()
+        self._kept = _UncommittedStep()
         gathered = gather_objects((self._listener.address, self._server.address), self.mesh.world)
         pairs = cast(list[tuple[str, str]], gathered)
         if not self._is_complete:
@@ -352,7 +352,7 @@ class ReplicaGroups:
         return self._is_complete and self._catch_up is None and state.step == self._step
 
     def _set_shares(self, holdings: Sequence[float], epoch: Epoch, state: GroupState) -> None:
-        """Set who computes the next step, and which samples of it."""
+        """Set the groups that compute the next step, and their samples."""
         groups = len(epoch.participants)
         active = [name for name, has in zip(epoch.participants, holdings[:groups]) if has > 0]
         if not active:
@@ -480,9 +480,9 @@ class ReplicaGroups:
             if progress.missed_steps:
                 progress.missed_steps[-1].updated = self._last_updated
             self._replay(progress, state)
-            assert not progress.missed_steps, "the active groups know whether a step has an update"
+            assert not progress.missed_steps, "active groups record whether a step has an update"
             state.adopt(received[0])
-            self._catch_up, self._is_complete, self._kept = None, True, _KeptStep()
+            self._catch_up, self._is_complete, self._kept = None, True, _UncommittedStep()
         holdings: list[float] = []
         if not self._succeeds_on_all_ranks(
             lambda: holdings.extend(self._exchange_holdings(exchange, state))
@@ -533,7 +533,7 @@ class ReplicaGroups:
             dp=self.mesh.dp.size,
             counts=build_microbatch_counts(self.run.parallel, self.run.model),
         )
-        self._attempt = _KeptStep({*assignment.list_own_samples()} | self._kept.samples)
+        self._attempt = _UncommittedStep({*assignment.list_own_samples()} | self._kept.samples)
         assert self._counts is not None, "the counts were exchanged in the step before"
         return self.loader.with_counts(batches, self._counts)
 
@@ -622,8 +622,8 @@ class ReplicaGroups:
         )
 
     def _describe_last_update(self) -> list[float]:
-        """Return whether this group's last step has changed the weights, and whether it knows it;
-        all groups that know it agree."""
+        """Return whether this group's last step has changed the weights, and whether this is known;
+        all groups in which it is known agree."""
         knows = self.config.id in self._active and self._last_updated is not None
         return [float(knows and bool(self._last_updated)), float(knows)]
 
@@ -690,7 +690,7 @@ class ReplicaGroups:
         """
         if self._vote(step, ok=ok):
             self._spare = self._attempt.gradients
-            self._kept, self.samples = _KeptStep(), None
+            self._kept, self.samples = _UncommittedStep(), None
             assert self._sums is not None, "the step was committed, so it was summed"
             self._note_commit(self._sums)
             return True
@@ -799,7 +799,7 @@ class ReplicaGroups:
 
 def _read_last_update(sums: Sequence[float]) -> bool | None:
     """Return whether the last step has changed the weights, from the sums over groups of
-    `_describe_last_update`; None: no group knows it."""
+    `_describe_last_update`; None: unknown in all groups."""
     return sums[0] > 0 if sums[1] > 0 else None
 
 

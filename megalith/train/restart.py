@@ -62,7 +62,7 @@ def is_recoverable(error: Exception, *, is_aborted: bool) -> bool:
 
 
 def release_round() -> None:
-    """Release what torch keeps of the groups and tensors of a round."""
+    """Release the references that torch holds to the groups and tensors of a round."""
     if "torch.distributed.tensor" in sys.modules:
         # its caches keep device meshes alive, and so their process groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

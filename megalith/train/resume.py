@@ -614,8 +614,9 @@ class PreparedRun:
         ):
             if state[name] != value:
                 raise CheckpointError(
-                    f"the other replica groups have another {name}:\n  theirs: {state[name]}\n"
-                    f"  here:   {value}\nUse the same files in all groups."
+                    f"the other replica groups have another {name}:\n"
+                    f"  other groups: {state[name]}\n"
+                    f"  this group:   {value}\nUse the same files in all groups."
                 )
         self.callback_states = state.get(CALLBACKS, {})
         self.rollbacks = tuple(state.get(ROLLBACKS, ()))
