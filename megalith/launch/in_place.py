@@ -84,7 +84,7 @@ class JobProcess:
     """Whether it waits for its first round."""
 
     round_failure: RoundFailure | None = None
-    """Its message of leaving the current round."""
+    """Message with which it has left the current round."""
 
     @property
     def is_alive(self) -> bool:

@@ -78,7 +78,7 @@ def find_own_host(config: ReplicaGroupConfig) -> str:
     """Return the address of this machine on the network of the coordinator.
 
     Raises:
-        ConfigError: the address of the coordinator is not valid, or there is no way to it.
+        ConfigError: the address of the coordinator is not valid, or it cannot be reached.
     """
     address = parse_address(config.coordinator)  # the rules have checked it
     try:
