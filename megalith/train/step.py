@@ -29,7 +29,7 @@ from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.grad_sync import GradSync, ShardedParam, sum_bits
 from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.fault_policy import RankGradients, StepRun
+from megalith.plan.fault_policy import RankGradients, SampleShift, StepRun, plan_sample_shift
 from megalith.train.forward_backward import (
     PipelineModel,
     StepLogitStats,
@@ -134,7 +134,7 @@ class StepRequest(enum.Flag):
     RERUN = enum.auto()
     """Repeat forward and backward on the same batches, and compare the gradients."""
     RERUN_SHIFTED = enum.auto()
-    """The same, with the samples of each data-parallel rank on the next one."""
+    """The same, with the samples of each data-parallel rank on another one (`SampleShift`)."""
     ROLLBACK = enum.auto()
     """Discard the step, restore the newest checkpoint, and continue with the next samples."""
     STOP = enum.auto()
@@ -447,7 +447,8 @@ def _run_backward(
 ) -> _Backward:
     """Run forward and backward of all microbatches and combine the statistics of all ranks."""
     data, mesh = trainer.data, trainer.mesh
-    records = is_rerun or _records_local_gradients(trainer)
+    # Of one rank, the gradients after the reduction are compared.
+    records = mesh.world.size > 1 and (is_rerun or trainer.run.fault_detector.uses_reruns)
     # Other devices may add in another order each time, so that only norms can be compared.
     data.record_local_gradients(
         bits=records, norms=is_rerun or (records and trainer.device.type != "cpu")
@@ -517,7 +518,7 @@ def _rerun_backward(
     """Repeat forward and backward, compare the result with `earlier`, whose gradients are
     overwritten, and add the measurements of all ranks to the statistics. Collective.
 
-    `shift`: data-parallel ranks by which the samples are shifted.
+    `shift`: 1 to shift the samples, else 0.
     """
     runs = earlier.stats.runs or (StepRun(_gather_gradients(trainer, earlier)),)
     if shift:
@@ -539,21 +540,16 @@ def _rerun_backward(
     return replace(backward, stats=stats)
 
 
-def _records_local_gradients(trainer: Trainer) -> bool:
-    """Return whether each step records the bits of local gradients, so that reruns can tell whose
-    were wrong in the first run."""
-    return trainer.mesh.world.size > 1 and trainer.run.fault_detector.uses_reruns
-
-
 def _gather_gradients(trainer: Trainer, backward: _Backward) -> tuple[RankGradients, ...]:
     """Return the measurements of all ranks in the run that has just finished, by rank.
     Collective."""
     data, losses = trainer.data, backward.losses
     bits = [*data.local_gradient_bits(), sum_bits(losses)]
     reduced = [sum_bits(param.gradient.contiguous()) for param in backward.local_params]
+    is_alone = trainer.mesh.world.size == 1
     local = RankGradients(
         bits=tuple(torch.stack(bits).tolist()),
-        norm=data.local_gradient_norm(),
+        norm=float(backward.norm) if is_alone else data.local_gradient_norm(),
         loss=float(losses.sum()),
         nonfinite=tuple(data.nonfinite()[:MAX_NAMES]),
         reduced_bits=tuple(torch.stack(reduced).tolist()) if reduced else (),
@@ -562,15 +558,24 @@ def _gather_gradients(trainer: Trainer, backward: _Backward) -> tuple[RankGradie
     return tuple(each for each in gathered if isinstance(each, RankGradients))
 
 
+def find_sample_shift(mesh: Mesh) -> SampleShift:
+    """Return the shift of the samples in reruns (`StepRequest.RERUN_SHIFTED`)."""
+    if mesh.grid.experts is None:
+        return plan_sample_shift(mesh.dp.size, [0])
+    ranks = mesh.over("ep", "etp").ranks
+    return plan_sample_shift(mesh.dp.size, [mesh.grid.coordinates(rank)["dp"] for rank in ranks])
+
+
 def _shift_microbatches(trainer: Trainer, microbatches: list[Batch]) -> list[Batch]:
-    """Return the microbatches of the previous data-parallel rank. Collective.
+    """Return the microbatches of an earlier data-parallel rank; ranks may have unequal numbers of
+    them. Collective.
 
     Records and replays of routing stay with their samples, and are omitted.
     """
     group, device = trainer.mesh.dp, trainer.device
     sent = [_move_tensors(replace(batch, routing=None), "cpu") for batch in microbatches]
     gathered = gather_objects(sent, group)
-    received = gathered[group.rank - 1]
+    received = gathered[group.rank - find_sample_shift(trainer.mesh).num_ranks]
     assert isinstance(received, list), "every rank sends its microbatches"
     return [_move_tensors(batch, device) for batch in received]
 

@@ -47,6 +47,7 @@ from megalith.train.step import (
     StepStats,
     Trainer,
     describe_nonfinite_gradients,
+    find_sample_shift,
 )
 
 RERUN_STATS_FILE = "rerun_stats.jsonl"
@@ -125,6 +126,11 @@ def name_machine(device: torch.device) -> tuple[str, str]:
     return socket.gethostname(), f"{device.type}:{device.index or 0} {name}"
 
 
+def is_deterministic(device: torch.device) -> bool:
+    """Return whether a repeated step has the same bits on a device."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
 # --- the callback
 
 
@@ -172,8 +178,11 @@ class FaultDetector(Callback):
         )
         world = run.mesh.world
         index = {rank: number for number, rank in enumerate(world.ranks)}
+        self._shift = find_sample_shift(run.mesh)
         self._dp_groups = [
-            [index[rank] for rank in group] for group in run.mesh.grid.groups(("dp",))
+            cycle
+            for group in run.mesh.grid.groups(("dp",))
+            for cycle in self._shift.list_cycles([index[rank] for rank in group])
         ]
         self._local_start = find_suspect_start(run)
         exits = read_suspect_exits(run.folder.path) if run.is_writer else ()
@@ -245,7 +254,8 @@ class FaultDetector(Callback):
             self._passes,
             self._dp_groups,
             max_reruns=MAX_RERUNS,
-            tolerance=None if self._run.device.type == "cpu" else RERUN_TOLERANCE,
+            tolerance=None if is_deterministic(self._run.device) else RERUN_TOLERANCE,
+            shift_tolerance=None if self._shift.is_exact else RERUN_TOLERANCE,
         )
         if diagnosis.cause is None:
             return StepRequest.RERUN_SHIFTED if diagnosis.shift else StepRequest.RERUN
