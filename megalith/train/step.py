@@ -617,6 +617,10 @@ def _decide(
     executed = resolve_requests(requests & ~StepRequest.STOP if decided & RERUNS else requests)
     if StepRequest.STOP in requests:
         executed = executed | StepRequest.STOP if executed & RERUNS else resolve_requests(requests)
+        if decided & StepRequest.ROLLBACK and StepRequest.STOP in executed:
+            executed |= (
+                StepRequest.SKIP
+            )  # this step is bad, so the state that is saved is without it
     names = ""
     if requests & ~AFTER_STEP:
         names = hooks.log_requests(requests, executed)

@@ -15,7 +15,7 @@ from megalith import storage
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.fault_detection import FaultAction
 from megalith.data.loader import StepBatches
-from megalith.errors import DataError
+from megalith.errors import DataError, DivergenceError
 from megalith.optim.optimizers import LossScale
 from megalith.optim.schedule import schedule_lengths
 from megalith.parallel.grad_sync import ShardedParam
@@ -211,8 +211,8 @@ class FaultDetector(Callback):
         self._history_settings = state["settings"]
 
     def after_rollback(self, step: int) -> None:
-        """Forget the discarded steps."""
-        self.diverged, self.rollback_plan = False, None
+        """Forget the discarded steps; the state is that of a persistent checkpoint now."""
+        self.diverged, self.rollback_plan, self._local_start = False, None, None
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Prepare the checks of a step."""
@@ -463,14 +463,15 @@ class FaultDetector(Callback):
 
     def is_state_valid(self) -> bool:
         """Return whether the state before the step can be saved although a machine is at fault: all
-        copies of the weights are equal, and the optimizer state is plausible. Collective."""
+        copies of the weights are equal and finite, and the optimizer state is plausible.
+        Collective."""
         if self._check_state() is not None:
             return False
-        equal = all(
-            len(set(gather_objects(checksum, group))) == 1
-            for checksum, group in self._run.prepared.trainer.data.checksums()
-        )
-        return all(gather_objects(equal, self._run.mesh.world))
+        trainer = self._run.prepared.trainer
+        is_valid = all(bool(torch.isfinite(slot.master).all()) for slot in trainer.optimizer.slots)
+        for checksum, group in trainer.data.checksums():
+            is_valid &= len(set(gather_objects(checksum, group))) == 1
+        return all(gather_objects(is_valid, self._run.mesh.world))
 
     # --- the end of a run that has diverged
 
@@ -545,7 +546,7 @@ class FaultDetector(Callback):
                 f"{result.grad_norm} and is not saved."
             )
 
-    def divergence_error(self, problem: str, *, more: str = "") -> DataError:
+    def divergence_error(self, problem: str, *, more: str = "") -> DivergenceError:
         """Return the error of a divergent run, which says how to continue. Collective.
 
         `more`: further advice, after a comma.
@@ -561,7 +562,7 @@ class FaultDetector(Callback):
             )
 
         advice = raise_on_all_ranks(describe, run.mesh.world)[0]
-        return DataError(
+        return DivergenceError(
             f"{problem} Reduce schedule.lr, check the data and the settings of the model{more}. "
             f"{advice}"
         )
