@@ -27,6 +27,10 @@ skipped ones end the run after 20)."""
 SPIKE_FACTOR = 1.5
 """A spike is larger than this times the median."""
 
+MIN_EXCESS = {"zero_share": 0.1}
+"""Least difference between a spike of a statistic and the median (heuristic: the gradients of rare
+tokens and of experts without tokens are zero in some steps only)."""
+
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation (MAD)."""
 
@@ -102,8 +106,8 @@ def find_spikes(
     """Return the finite statistics of a step that are spikes.
 
     The threshold is the median plus `sigmas` robust standard deviations, and at least
-    `SPIKE_FACTOR` times the median. Source of the robust deviation: Rousseeuw and Croux 1993,
-    "Alternatives to the median absolute deviation".
+    `SPIKE_FACTOR` times the median and `MIN_EXCESS` above it. Source of the robust deviation:
+    Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation".
 
     >>> history = StepHistory({"loss": tuple(2 + 0.01 * (step % 5) for step in range(32))})
     >>> [str(spike) for spike in find_spikes(history, {"loss": 3.5}, sigmas=6)]
@@ -115,10 +119,11 @@ def find_spikes(
         if len(accepted) < MIN_ACCEPTED_STEPS or not math.isfinite(value):
             continue
         middle = median(accepted)
-        if value <= middle + (SPIKE_FACTOR - 1) * abs(middle):
+        excess = max((SPIKE_FACTOR - 1) * abs(middle), MIN_EXCESS.get(name, 0.0))
+        if value <= middle + excess:
             continue  # in most steps; the deviation takes as long as the median
         sigma = MAD_TO_SIGMA * median([abs(each - middle) for each in accepted])
-        threshold = middle + max(sigmas * sigma, (SPIKE_FACTOR - 1) * abs(middle))
+        threshold = middle + max(sigmas * sigma, excess)
         if value > threshold:
             spikes.append(Spike(name, value, middle, threshold))
     return tuple(spikes)

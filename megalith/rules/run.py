@@ -308,6 +308,8 @@ def _replicated_router_problems(run: TrainRun) -> list[str]:
         for setting, (applies, value) in used.items()
         if applies
     ]
+
+
 def fault_detector_problems(run: TrainRun) -> list[str]:
     """Return the messages of fault_detector: each action can be executed."""
     config, checkpoint, problems = run.fault_detector, run.checkpoint, []

@@ -232,6 +232,10 @@ class StepResult(StepStats):
     is_committed: bool = field(default=True, kw_only=True)
     """Whether all replica groups have completed the step; otherwise it is repeated."""
 
+    update_norm: float | None = field(default=None, kw_only=True)
+    """Global L2 norm of the optimizer's update; None without an update, and without
+    fault_detector.check_update_size."""
+
     @property
     def is_discarded(self) -> bool:
         """Whether the step does not count, because of a rollback, an immediate stop or the loss of
@@ -315,15 +319,18 @@ def train_step(
     updates = applies and stats.is_finite and not stats.empty
     if replica_groups is not None:
         replica_groups.note_update(updated=updates)
+    update_norm: float | None = None
     if updates:
-        _update(trainer, backward.local_params, backward.norm, scale, lr, weight_decay, groups)
+        update_norm = _update(
+            trainer, backward.local_params, backward.norm, scale, lr, weight_decay, groups
+        )
     elif applies and not stats.is_finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {stats.grad_norm}: not finite in "
             f"{describe_nonfinite_gradients(trainer)}. "
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
-    return _build_result(backward, requests=requests, updated=updates)
+    return _build_result(backward, requests=requests, updated=updates, update_norm=update_norm)
 
 
 def _update(
@@ -334,10 +341,12 @@ def _update(
     lr: float,
     weight_decay: float,
     groups: Mapping[str, GroupRates],
-) -> None:
-    """Update the weights from summed gradients, and all-gather them."""
+) -> float | None:
+    """Update the weights from summed gradients, and all-gather them; return the norm of the update
+    if it is measured."""
     with trainer.timers.section("optimizer"):
         trainer.write_guard.wait()
+        before = _copy_master_weights(trainer)
         trainer.optimizer.step(
             [param.gradient for param in local_params],
             lr=lr,
@@ -345,10 +354,12 @@ def _update(
             groups=groups,
             scale=_gradient_multiplier(norm, trainer.run.optim.clip_grad, scale),
         )
+        update_norm = _measure_update(trainer, before)
         for update_weights in trainer.weight_updates:
             update_weights(trainer.pipeline_model.modules, trainer.mesh)
     with trainer.timers.section("param_gather"):
         trainer.data.all_gather_params()
+    return update_norm
 
 
 def create_zero_sums(trainer: Trainer) -> tuple[list[Tensor], Tensor, Tensor | None]:
@@ -388,6 +399,7 @@ def _build_result(
     requests: StepRequest,
     updated: bool = False,
     is_committed: bool = True,
+    update_norm: float | None = None,
 ) -> StepResult:
     """Return the result of a step whose update has been applied, skipped or discarded."""
     stats = backward.stats
@@ -398,6 +410,7 @@ def _build_result(
         requests=requests,
         save_counts=backward.save_counts,
         is_committed=is_committed,
+        update_norm=update_norm,
     )
 
 
@@ -416,6 +429,30 @@ def _limit_to_groups(requests: StepRequest) -> StepRequest:
             "SKIP or STOP instead, or run without the callback."
         )
     return requests & ~RERUNS
+
+
+def _copy_master_weights(trainer: Trainer) -> list[Tensor]:
+    """Return copies of the master weights of which this rank has the first replica; none without
+    fault_detector.check_update_size."""
+    if not trainer.run.fault_detector.check_update_size:
+        return []
+    return [each.detach().clone() for each in _list_master_weights(trainer)]
+
+
+def _list_master_weights(trainer: Trainer) -> list[Tensor]:
+    weights = [(slot.shard, slot.master) for slot in trainer.optimizer.slots]
+    return first_replica_gradients(weights, trainer.first_replicas)
+
+
+def _measure_update(trainer: Trainer, before: Sequence[Tensor]) -> float | None:
+    """Return the norm of the difference between the master weights and earlier copies; None without
+    fault_detector.check_update_size, whose measurement is collective over the mesh."""
+    if not trainer.run.fault_detector.check_update_size:
+        return None
+    after = _list_master_weights(trainer)
+    changes = [new - old for new, old in zip(after, before, strict=True)]
+    squares = sum_of_squares(changes, trainer.device)
+    return math.sqrt(all_reduce_(squares, trainer.mesh.world).item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,9 +655,7 @@ def _decide(
     if StepRequest.STOP in requests:
         executed = executed | StepRequest.STOP if executed & RERUNS else resolve_requests(requests)
         if decided & StepRequest.ROLLBACK and StepRequest.STOP in executed:
-            executed |= (
-                StepRequest.SKIP
-            )  # this step is bad, so the state that is saved is without it
+            executed |= StepRequest.SKIP  # the state that is saved is without this bad step
     names = ""
     if requests & ~AFTER_STEP:
         names = hooks.log_requests(requests, executed)
