@@ -241,9 +241,9 @@ def plan_sample_shift(dp: int, expert_group_dp_ranks: Sequence[int]) -> SampleSh
 
 Cause = Literal["none", "transient", "persistent", "state", "model", "undecided"]
 """none: no rank differs, and the checks pass; transient: a machine computed wrongly once;
-persistent: it does so repeatedly; state: the memory of a machine has optimizer state that no
-training gives; model: the model or its data; undecided: there is no other rank that could compute
-the samples."""
+persistent: it does so repeatedly; state: the memory of a machine has optimizer state that
+training cannot produce; model: the model or its data; undecided: there is no other rank that could
+compute the samples."""
 
 
 @dataclass(frozen=True, slots=True)

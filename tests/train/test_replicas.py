@@ -126,7 +126,7 @@ def test_two_replicas_are_attributed_by_repeating_the_steps(
     clean, _ = train(settings, tmp_path / "clean")
     repeated, log = train(settings, tmp_path / "repeated", Flip(role, rank, bit=1))
     assert repeated == clean
-    assert "which one is faulty shows when the steps have been repeated" in log
+    assert "repeating the steps will show which one is faulty" in log
     assert "rolled back to the checkpoint of step 2; continuing with sample 24" in log
     assert f"rank {rank} (host " in log and "is faulty, by repeating the steps" in log
     assert not (tmp_path / "repeated" / "skipped.jsonl").exists()

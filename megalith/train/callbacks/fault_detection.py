@@ -431,7 +431,7 @@ class FaultDetector(Callback):
             "transient": f"a rerun gives other gradients, so {ranks} computed wrongly once",
             "persistent": f"the fault stays on {ranks} when it repeats the step or computes the "
             "samples of another rank, so its machine is at fault",
-            "state": f"the memory of {ranks} has optimizer state that no training gives",
+            "state": f"the memory of {ranks} has optimizer state that training cannot produce",
             "model": "a rerun has the same bits, and the fault moves with the samples to other "
             "ranks, so the model or its data is at fault",
             "undecided": f"a rerun has the same bits, and no other rank can compute the samples of "
@@ -496,8 +496,8 @@ class FaultDetector(Callback):
                 )
 
     def _check_state(self) -> Diagnosis | None:
-        """Return the ranks whose optimizer state no training gives, as a diagnosis; None if there
-        are none. Collective."""
+        """Return the ranks whose optimizer state training cannot produce, as a diagnosis; None if
+        there are none. Collective."""
         names = find_corrupt_moments(self._run.prepared.trainer)
         gathered = gather_objects(names, self._run.mesh.world)
         self._corrupt = {rank: each for rank, each in enumerate(gathered) if each}

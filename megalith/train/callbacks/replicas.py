@@ -200,8 +200,8 @@ class _Verdict:
         name, ranks = self.difference.key.describe(), list(self.difference.checksums)
         if not self.correct_ranks:
             return (
-                f"{name} differs between its replicas on ranks {ranks}; which one is faulty shows "
-                "when the steps have been repeated"
+                f"{name} differs between its replicas on ranks {ranks}; repeating the steps "
+                "will show which one is faulty"
             )
         faulty = ", ".join(
             f"{rank} (host {hosts[rank]})" if hosts else str(rank) for rank in self.faulty_ranks
