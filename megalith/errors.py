@@ -27,6 +27,10 @@ class DataError(UserError):
     """A data file, corpus or tokenizer that is missing, damaged or does not fit the run."""
 
 
+class DivergenceError(DataError):
+    """A run whose model has diverged; raised on every rank, so that its state can be saved."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, in use, or belongs to another model."""
 
@@ -46,6 +50,10 @@ class DamagedCheckpointError(CheckpointError):
 
 class CallbackError(UserError):
     """An error in a callback that ends the run; raised on every rank."""
+
+
+class RollbackLimitError(CallbackError):
+    """A run that has been rolled back too often; raised on every rank."""
 
 
 class PlanError(UserError):

@@ -38,6 +38,11 @@ class FaultDetectorConfig:
     window: Annotated[int, Ge(32), Le(100_000)] = 128
     """Number of accepted steps with which a step is compared; no spike is detected before 32."""
 
+    check_update_size: bool = False
+    """Measure the L2 norm of each update, log it as `update_norm`, and detect its spikes, such as
+    after a bit flip in optimizer state. The update is applied then, so only rollback and stop act
+    on it; skip and rerun log it. Needs memory for a copy of the master weights."""
+
     rerun_every: Annotated[int, Ge(0)] = 0
     """Steps between reruns that compare the bits of the gradients, for silent data
     corruption that changes no statistic visibly. Each doubles the time of its step. 0: none."""

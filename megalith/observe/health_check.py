@@ -40,6 +40,9 @@ ACCELERATOR_SIZES = CheckSizes(4096, 2**30, 2**28)
 EXACT_SIZE = 128
 """Rows and columns of a product whose sums are exact in every dtype: terms of -1, 0 and 1."""
 
+CHUNK = 251 * 2**14
+"""Bytes of a product that are summed at a time, so that the sum needs little memory."""
+
 PATTERNS = 0x55, 0xAA, 0x00, 0xFF
 """Bytes written to the memory block: each bit is set and cleared, next to equal and other bits."""
 
@@ -48,7 +51,8 @@ NUM_TIMED = 3
 
 
 def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceHealth:
-    """Run the health check of this rank's device. dtypes: those of the run's products."""
+    """Run the health check of this rank's device; products for which it has no free memory are left
+    out. dtypes: those of the run's products."""
     bits: dict[str, int] = {}
     errors: list[str] = []
     speeds: dict[str, float] = {}
@@ -56,11 +60,16 @@ def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceH
     size = sizes.product
     for dtype in dict.fromkeys(dtypes):
         name = f"matmul {str(dtype).removeprefix('torch.')}"
-        left, right = (fill_fixed(size, shift, dtype, device) for shift in (0, 1))
-        bits[name] = sum_product_bits(left, right)
-        seconds = time_operation(partial(torch.matmul, left, right), device)
+        try:
+            left, right = (fill_fixed(size, shift, dtype, device) for shift in (0, 1))
+            bits[name] = sum_product_bits(left, right)
+            seconds = time_operation(partial(torch.matmul, left, right), device)
+            is_right = is_exact(dtype, device)
+        except torch.OutOfMemoryError:
+            bits.pop(name, None)
+            continue
         speeds[name] = 2 * size**3 / seconds / 1e9
-        if not is_exact(dtype, device):
+        if not is_right:
             errors.append(f"{name} of whole numbers is wrong")
     errors += check_memory(sizes.pattern_nbytes, device)
     speeds["memory copy"] = measure_copy(sizes.copy_nbytes, device)
@@ -101,9 +110,10 @@ def fill_fixed(size: int, shift: int, dtype: torch.dtype, device: torch.device) 
 def sum_product_bits(left: Tensor, right: Tensor) -> int:
     """Return the sum over the bytes of a matrix product, each byte weighted by its place modulo
     251, so that two flipped bits do not cancel."""
-    product = (left @ right).contiguous().view(-1).view(torch.uint8).long()
-    weights = torch.arange(product.numel(), device=product.device) % 251 + 1
-    return int((product * weights).sum())
+    product = (left @ right).contiguous().view(-1).view(torch.uint8)
+    weights = torch.arange(CHUNK, device=product.device) % 251 + 1
+    sums = [(part.long() * weights[: part.numel()]).sum() for part in product.split(CHUNK)]
+    return int(torch.stack(sums).sum())
 
 
 def is_exact(dtype: torch.dtype, device: torch.device) -> bool:

@@ -21,7 +21,8 @@ class DeviceHealth:
     """Devices of one type compute equal bits."""
 
     bits: Mapping[str, int] = field(default_factory=dict)
-    """Checksum of each result, such as a matrix product in bf16, by name."""
+    """Checksum of each result, such as a matrix product in bf16, by name; without those for which
+    the device had no memory."""
 
     errors: tuple[str, ...] = ()
     """Results that are wrong on any device, such as a memory pattern that has changed."""
@@ -67,15 +68,15 @@ def _find_wrong_bits(devices: Sequence[DeviceHealth], ranks: Sequence[int]) -> l
     """Return the ranks of one device type whose results differ in bits from most."""
     outliers = []
     for name in sorted({name for rank in ranks for name in devices[rank].bits}):
-        checksums = {rank: devices[rank].bits.get(name) for rank in ranks}
+        checksums = {rank: devices[rank].bits[name] for rank in ranks if name in devices[rank].bits}
         ((common, count),) = Counter(checksums.values()).most_common(1)
-        if count == len(ranks):
+        if count == len(checksums):
             continue
-        has_majority = 2 * count > len(ranks)
+        has_majority = 2 * count > len(checksums)
         for rank, checksum in checksums.items():
             if has_majority and checksum == common:
                 continue
-            other = next(each for each in ranks if checksums[each] != checksum)
+            other = next(each for each, value in checksums.items() if value != checksum)
             which = "" if has_majority else "; which one is wrong is unknown"
             reason = (
                 f"{name} has different bits than on rank {other}, a device of the same type{which}"

@@ -27,6 +27,10 @@ skipped ones end the run after 20)."""
 SPIKE_FACTOR = 1.5
 """A spike is larger than this times the median."""
 
+MIN_EXCESS = {"zero_share": 0.1}
+"""Least difference between a spike of a statistic and the median (heuristic: the gradients of rare
+tokens and of experts without tokens are zero in some steps only)."""
+
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation (MAD)."""
 
@@ -102,8 +106,8 @@ def find_spikes(
     """Return the finite statistics of a step that are spikes.
 
     The threshold is the median plus `sigmas` robust standard deviations, and at least
-    `SPIKE_FACTOR` times the median. Source of the robust deviation: Rousseeuw and Croux 1993,
-    "Alternatives to the median absolute deviation".
+    `SPIKE_FACTOR` times the median and `MIN_EXCESS` above it. Source of the robust deviation:
+    Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation".
 
     >>> history = StepHistory({"loss": tuple(2 + 0.01 * (step % 5) for step in range(32))})
     >>> [str(spike) for spike in find_spikes(history, {"loss": 3.5}, sigmas=6)]
@@ -115,10 +119,11 @@ def find_spikes(
         if len(accepted) < MIN_ACCEPTED_STEPS or not math.isfinite(value):
             continue
         middle = median(accepted)
-        if value <= middle + (SPIKE_FACTOR - 1) * abs(middle):
+        excess = max((SPIKE_FACTOR - 1) * abs(middle), MIN_EXCESS.get(name, 0.0))
+        if value <= middle + excess:
             continue  # in most steps; the deviation takes as long as the median
         sigma = MAD_TO_SIGMA * median([abs(each - middle) for each in accepted])
-        threshold = middle + max(sigmas * sigma, (SPIKE_FACTOR - 1) * abs(middle))
+        threshold = middle + max(sigmas * sigma, excess)
         if value > threshold:
             spikes.append(Spike(name, value, middle, threshold))
     return tuple(spikes)
@@ -157,18 +162,26 @@ class RankGradients:
         difference of norm and loss."""
         if tolerance is None or self.bits == other.bits:
             return self.bits == other.bits
-        if not (self.is_finite and other.is_finite):
-            return self.is_finite == other.is_finite
-        return math.isclose(self.norm, other.norm, rel_tol=tolerance) and math.isclose(
-            self.loss, other.loss, rel_tol=tolerance
+        return _is_close(self.norm, other.norm, tolerance) and _is_close(
+            self.loss, other.loss, tolerance
         )
 
     def is_worse(self, other: "RankGradients") -> bool:
         """Return whether this is less plausible than another measurement of the same samples: not
-        finite, or larger."""
+        finite, or larger. A loss decides first, because expert parallelism sends wrong gradients to
+        other ranks."""
+        if math.isfinite(self.loss) != math.isfinite(other.loss):
+            return not math.isfinite(self.loss)
         if self.is_finite != other.is_finite:
             return not self.is_finite
         return (self.norm, abs(self.loss)) > (other.norm, abs(other.loss))
+
+
+def _is_close(value: float, other: float, tolerance: float) -> bool:
+    """Return whether two values are equal up to a relative difference, or both not finite."""
+    if not (math.isfinite(value) and math.isfinite(other)):
+        return math.isfinite(value) == math.isfinite(other)
+    return math.isclose(value, other, rel_tol=tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +192,58 @@ class StepRun:
     """By rank."""
 
     shift: int = 0
-    """Data-parallel ranks by which the samples were shifted: rank `i` has computed those of rank
-    `i - shift`."""
+    """1 if the samples were shifted (`SampleShift`), else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShift:
+    """Data-parallel rank `i` computes the samples of rank `i - num_ranks` in a shifted rerun."""
+
+    num_ranks: int
+    """A whole expert-parallel group is shifted, because its ranks compute together; within it, if
+    there is no other."""
+
+    is_exact: bool
+    """Whether the same samples give the same bits on other ranks."""
+
+    def list_cycles(self, group: Sequence[int]) -> list[list[int]]:
+        """Return the ranks of a data-parallel group that give their samples to one another, each
+        to the next.
+
+        >>> SampleShift(2, is_exact=True).list_cycles([0, 1, 2, 3])
+        [[0, 2], [1, 3]]
+        """
+        step = math.gcd(self.num_ranks, len(group))
+        cycles = []
+        for first in range(step):
+            places = [(first + turn * self.num_ranks) for turn in range(len(group) // step)]
+            cycles.append([group[place % len(group)] for place in places])
+        return cycles
+
+
+def plan_sample_shift(dp: int, expert_group_dp_ranks: Sequence[int]) -> SampleShift:
+    """Return the shift of the samples in a rerun.
+
+    expert_group_dp_ranks: data-parallel ranks of one expert-parallel group, which receive tokens of
+    one another. If it has all of them, experts get their tokens in another order, and with it
+    other rounding errors.
+
+    >>> plan_sample_shift(4, [0]).num_ranks, plan_sample_shift(4, [2, 3]).num_ranks
+    (1, 2)
+    >>> plan_sample_shift(2, [0, 1])
+    SampleShift(num_ranks=1, is_exact=False)
+    """
+    size = len(set(expert_group_dp_ranks))
+    if size > 1 and (size == dp or dp % size):
+        return SampleShift(1, is_exact=False)
+    return SampleShift(size, is_exact=True)
 
 
 Cause = Literal["none", "transient", "persistent", "state", "model", "undecided"]
 """none: no rank differs, and the checks pass; transient: a machine computed wrongly once;
 persistent: it does so repeatedly; state: the memory of a machine has optimizer state that
-training cannot produce; model: the model or its data; undecided: there is no other rank
-that could compute the samples."""
+training cannot produce; model: the model or its data; undecided: there is no other rank that could
+compute the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +267,23 @@ def diagnose_runs(
     *,
     max_reruns: int,
     tolerance: float | None = None,
+    shift_tolerance: float | None = None,
 ) -> Diagnosis:
     """Return the cause of a fault of a step from its runs so far.
 
     `passes`: whether the statistics of each run pass the checks; `dp_groups`: the ranks of each
-    data-parallel group in order; `tolerance`: see `RankGradients.is_equal`. The first runs have
-    `shift` 0; at most `max_reruns` reruns are requested.
+    data-parallel group in the order of the shift (`SampleShift.list_cycles`); `tolerance`: see
+    `RankGradients.is_equal`; `shift_tolerance`: the same between ranks, if experts of all
+    data-parallel ranks compute together. The first runs have `shift` 0; at most `max_reruns` reruns
+    are requested.
     """
     last = runs[-1]
     if len(runs) == 1:
         return Diagnosis(None)
     if last.shift:
-        return _compare_shifted(runs[-2], last, dp_groups, tolerance)
+        if shift_tolerance is not None and _all_losses_are_wrong(runs[-2], last, dp_groups):
+            return Diagnosis("undecided", _list_implausible_ranks(last))
+        return _compare_shifted(runs[-2], last, dp_groups, tolerance or shift_tolerance)
     differing = _list_differing_ranks(runs[-2], last, tolerance)
     if not differing:
         if passes[-1]:
@@ -274,6 +335,17 @@ def _compare_shifted(
     if ranks:
         return Diagnosis("persistent", tuple(sorted(ranks)))
     return Diagnosis("model")
+
+
+def _all_losses_are_wrong(
+    run: StepRun, shifted: StepRun, dp_groups: Sequence[Sequence[int]]
+) -> bool:
+    """Return whether no loss of some data-parallel group is finite in both runs: expert
+    parallelism has sent wrong activations to all ranks, so they do not show their source."""
+    return any(
+        not any(math.isfinite(each.ranks[rank].loss) for each in (run, shifted) for rank in group)
+        for group in dp_groups
+    )
 
 
 def _find_worse_rank(

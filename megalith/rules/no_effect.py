@@ -473,11 +473,32 @@ UNUSED: tuple[Unused, ...] = (
         "no step is repeated: fault_detector.nonfinite and spike are not rerun, rerun_every is 0",
     ),
     Unused(
+        ("fault_detector.repair_replicas",),
+        lambda run, world: run.fault_detector.replica_check_every == 0,
+        "with fault_detector.replica_check_every=0 replicas are compared only at the start",
+    ),
+    Unused(
+        ("fault_detector.suspect_steps",),
+        lambda run, world: run.checkpoint.local.every is None,
+        "with checkpoint.local.every unset there are no local checkpoints",
+    ),
+    Unused(
+        ("fault_detector.rollback_steps", "fault_detector.skip_samples_past_spike"),
+        lambda run, world: not run.train.callbacks and not _rolls_back(run),
+        "no action of fault_detector is rollback",
+    ),
+    Unused(
         ("tokenizer.add_special_tokens",),
         lambda run, world: run.tokenizer.kind not in FILES,
         "only tokenizers read from files have special tokens",
     ),
 )
+
+
+def _rolls_back(run: TrainRun) -> bool:
+    """Return whether some fault leads to a rollback that skips samples."""
+    config = run.fault_detector
+    return "rollback" in (config.nonfinite, config.spike, config.model_fault)
 
 
 def unused_notes(run: TrainRun, world: int) -> list[str]:

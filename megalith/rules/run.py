@@ -117,6 +117,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     counts = count_problems(run)
     problems = counts + range_problems(run, kinds=(float,)) + plugin_problems(run)
     problems += batch_schedule_problems(t) + skip_problems(run) + replica_group_problems(run)
+    problems += fault_detector_problems(run)
     if not counts:
         packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
@@ -307,6 +308,41 @@ def _replicated_router_problems(run: TrainRun) -> list[str]:
         for setting, (applies, value) in used.items()
         if applies
     ]
+
+
+def fault_detector_problems(run: TrainRun) -> list[str]:
+    """Return the messages of fault_detector: each action can be executed."""
+    config, checkpoint, problems = run.fault_detector, run.checkpoint, []
+    if config.nonfinite == "skip" and run.optim.nonfinite_grad == "raise":
+        problems.append(
+            "fault_detector.nonfinite=skip with optim.nonfinite_grad=raise: a gradient that is not "
+            "finite cannot both be skipped and end the run. Set optim.nonfinite_grad=skip, or "
+            "fault_detector.nonfinite=stop."
+        )
+    actions = {"nonfinite": config.nonfinite, "spike": config.spike}
+    if config.uses_reruns:
+        actions["model_fault"] = config.model_fault
+    names = [f"fault_detector.{name}" for name, action in actions.items() if action == "rollback"]
+    if not names:
+        return problems
+    action, steps = f"{' and '.join(names)}=rollback", run.train.steps
+    if not 0 < checkpoint.every < steps and steps > 1:
+        problems.append(
+            f"{action} with checkpoint.every={checkpoint.every}: no step before the last is saved, "
+            f"so there is no checkpoint to return to. Set checkpoint.every to a number from 1 to "
+            f"{steps - 1}."
+        )
+    if config.max_rollbacks == 0:
+        problems.append(
+            f"{action} with fault_detector.max_rollbacks=0: no rollback is allowed. Set "
+            f"fault_detector.max_rollbacks=3, or {names[0]}=stop."
+        )
+    if not checkpoint.save_optimizer:
+        problems.append(
+            f"{action} with checkpoint.save_optimizer=false: a rollback would lose the optimizer "
+            f"state. Set checkpoint.save_optimizer=true, or {names[0]}=skip."
+        )
+    return problems
 
 
 def skip_problems(run: TrainRun) -> list[str]:

@@ -18,7 +18,7 @@ from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun, load_run
 from megalith.data.loader import Loader
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DivergenceError, RollbackLimitError, UserError
 from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.logs import log_to
 from megalith.observe.metrics import StepProgress
@@ -417,6 +417,8 @@ class TrainLoop:
         except FinishedRunError:
             outcome = self._describe_finished_run()
         except BaseException as error:
+            if isinstance(error, DivergenceError | RollbackLimitError):
+                self._save_diverged()
             self.callbacks.on_error(error)
             if is_out_of_memory(error):
                 raise out_of_memory_error(
@@ -486,8 +488,10 @@ class TrainLoop:
         self._save(final=True)
         if self.checkpointer.saved_step == state.step:
             return outcome
-        why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
-        return replace(outcome, saved=False, reason=why)
+        why = "the loss or gradient norm is NaN or infinite"
+        if self.replica_check.differs:
+            why = "replicas differ"
+        return replace(outcome, saved=False, reason=f"{outcome.reason}; {why}")
 
     def _combine_requests(self) -> StepRequest:
         """Return what is executed after the next step, which is skipped. Collective."""
@@ -687,6 +691,21 @@ class TrainLoop:
         ):
             result = self.checkpointer.save(self.callbacks.state_dict, final=final, overlap=overlap)
         self._notify_save(result)
+
+    def _save_diverged(self) -> None:
+        """Save the state of a run that has diverged, for its analysis. Collective."""
+        try:
+            self._drain_save()
+            with self.heartbeat.within("save"):
+                path = self.checkpointer.save_diverged(self.callbacks.state_dict)
+        except UserError as error:  # the error of the run must be the one that is raised
+            self.progress.print_line(f"the diverged state cannot be saved: {error}")
+            return
+        if path is not None:
+            self.progress.print_line(
+                f"the run has diverged; its state is saved in {path} with healthy=false, from "
+                "which only checkpoint.load continues"
+            )
 
     def _save_local(self) -> None:
         """Save a local checkpoint of the current step, if one is due."""

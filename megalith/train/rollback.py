@@ -7,7 +7,7 @@ from typing import Any
 from megalith.checkpoint.commit import discard_later
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.manifest import list_complete_checkpoints
-from megalith.errors import CallbackError, CheckpointError
+from megalith.errors import CallbackError, CheckpointError, RollbackLimitError
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.rollback import (
@@ -91,14 +91,14 @@ def _check_rollbacks(run: PreparedRun, step: int) -> None:
     """Check that there were few rollbacks in the last steps.
 
     Raises:
-        CallbackError: there were too many.
+        RollbackLimitError: there were too many.
     """
     most = run.run.fault_detector.max_rollbacks
     recent = [each for each in run.rollbacks if step - each < ROLLBACK_WINDOW]
     if len(recent) < most:
         return
     steps = f" (from steps {', '.join(map(str, recent))})" if recent else ""
-    raise CallbackError(
+    raise RollbackLimitError(
         f"step {step}: a callback requested a rollback after {len(recent)} rollbacks in "
         f"{ROLLBACK_WINDOW} steps{steps}, and fault_detector.max_rollbacks={most}. Reduce "
         "schedule.lr, check the data, or set fault_detector.max_rollbacks to "

@@ -29,7 +29,7 @@ from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.grad_sync import GradSync, ShardedParam, sum_bits
 from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.fault_policy import RankGradients, StepRun
+from megalith.plan.fault_policy import RankGradients, SampleShift, StepRun, plan_sample_shift
 from megalith.train.forward_backward import (
     PipelineModel,
     StepLogitStats,
@@ -134,7 +134,7 @@ class StepRequest(enum.Flag):
     RERUN = enum.auto()
     """Repeat forward and backward on the same batches, and compare the gradients."""
     RERUN_SHIFTED = enum.auto()
-    """The same, with the samples of each data-parallel rank on the next one."""
+    """The same, with the samples of each data-parallel rank on another one (`SampleShift`)."""
     ROLLBACK = enum.auto()
     """Discard the step, restore the newest checkpoint, and continue with the next samples."""
     STOP = enum.auto()
@@ -232,6 +232,10 @@ class StepResult(StepStats):
     is_committed: bool = field(default=True, kw_only=True)
     """Whether all replica groups have completed the step; otherwise it is repeated."""
 
+    update_norm: float | None = field(default=None, kw_only=True)
+    """Global L2 norm of the optimizer's update; None without an update, and without
+    fault_detector.check_update_size."""
+
     @property
     def is_discarded(self) -> bool:
         """Whether the step does not count, because of a rollback, an immediate stop or the loss of
@@ -315,15 +319,18 @@ def train_step(
     updates = applies and stats.is_finite and not stats.empty
     if replica_groups is not None:
         replica_groups.note_update(updated=updates)
+    update_norm: float | None = None
     if updates:
-        _update(trainer, backward.local_params, backward.norm, scale, lr, weight_decay, groups)
+        update_norm = _update(
+            trainer, backward.local_params, backward.norm, scale, lr, weight_decay, groups
+        )
     elif applies and not stats.is_finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {stats.grad_norm}: not finite in "
             f"{describe_nonfinite_gradients(trainer)}. "
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
-    return _build_result(backward, requests=requests, updated=updates)
+    return _build_result(backward, requests=requests, updated=updates, update_norm=update_norm)
 
 
 def _update(
@@ -334,10 +341,12 @@ def _update(
     lr: float,
     weight_decay: float,
     groups: Mapping[str, GroupRates],
-) -> None:
-    """Update the weights from summed gradients, and all-gather them."""
+) -> float | None:
+    """Update the weights from summed gradients, and all-gather them; return the norm of the update
+    if it is measured."""
     with trainer.timers.section("optimizer"):
         trainer.write_guard.wait()
+        before = _copy_master_weights(trainer)
         trainer.optimizer.step(
             [param.gradient for param in local_params],
             lr=lr,
@@ -345,10 +354,12 @@ def _update(
             groups=groups,
             scale=_gradient_multiplier(norm, trainer.run.optim.clip_grad, scale),
         )
+        update_norm = _measure_update(trainer, before)
         for update_weights in trainer.weight_updates:
             update_weights(trainer.pipeline_model.modules, trainer.mesh)
     with trainer.timers.section("param_gather"):
         trainer.data.all_gather_params()
+    return update_norm
 
 
 def create_zero_sums(trainer: Trainer) -> tuple[list[Tensor], Tensor, Tensor | None]:
@@ -388,6 +399,7 @@ def _build_result(
     requests: StepRequest,
     updated: bool = False,
     is_committed: bool = True,
+    update_norm: float | None = None,
 ) -> StepResult:
     """Return the result of a step whose update has been applied, skipped or discarded."""
     stats = backward.stats
@@ -398,6 +410,7 @@ def _build_result(
         requests=requests,
         save_counts=backward.save_counts,
         is_committed=is_committed,
+        update_norm=update_norm,
     )
 
 
@@ -416,6 +429,30 @@ def _limit_to_groups(requests: StepRequest) -> StepRequest:
             "SKIP or STOP instead, or run without the callback."
         )
     return requests & ~RERUNS
+
+
+def _copy_master_weights(trainer: Trainer) -> list[Tensor]:
+    """Return copies of the master weights of which this rank has the first replica; none without
+    fault_detector.check_update_size."""
+    if not trainer.run.fault_detector.check_update_size:
+        return []
+    return [each.detach().clone() for each in _list_master_weights(trainer)]
+
+
+def _list_master_weights(trainer: Trainer) -> list[Tensor]:
+    weights = [(slot.shard, slot.master) for slot in trainer.optimizer.slots]
+    return first_replica_gradients(weights, trainer.first_replicas)
+
+
+def _measure_update(trainer: Trainer, before: Sequence[Tensor]) -> float | None:
+    """Return the norm of the difference between the master weights and earlier copies; None without
+    fault_detector.check_update_size, whose measurement is collective over the mesh."""
+    if not trainer.run.fault_detector.check_update_size:
+        return None
+    after = _list_master_weights(trainer)
+    changes = [new - old for new, old in zip(after, before, strict=True)]
+    squares = sum_of_squares(changes, trainer.device)
+    return math.sqrt(all_reduce_(squares, trainer.mesh.world).item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +484,8 @@ def _run_backward(
 ) -> _Backward:
     """Run forward and backward of all microbatches and combine the statistics of all ranks."""
     data, mesh = trainer.data, trainer.mesh
-    records = is_rerun or _records_local_gradients(trainer)
+    # Of one rank, the gradients after the reduction are compared.
+    records = mesh.world.size > 1 and (is_rerun or trainer.run.fault_detector.uses_reruns)
     # Other devices may add in another order each time, so that only norms can be compared.
     data.record_local_gradients(
         bits=records, norms=is_rerun or (records and trainer.device.type != "cpu")
@@ -517,7 +555,7 @@ def _rerun_backward(
     """Repeat forward and backward, compare the result with `earlier`, whose gradients are
     overwritten, and add the measurements of all ranks to the statistics. Collective.
 
-    `shift`: data-parallel ranks by which the samples are shifted.
+    `shift`: 1 to shift the samples, else 0.
     """
     runs = earlier.stats.runs or (StepRun(_gather_gradients(trainer, earlier)),)
     if shift:
@@ -539,21 +577,16 @@ def _rerun_backward(
     return replace(backward, stats=stats)
 
 
-def _records_local_gradients(trainer: Trainer) -> bool:
-    """Return whether each step records the bits of local gradients, so that reruns can find the
-    rank with wrong gradients in the first run."""
-    return trainer.mesh.world.size > 1 and trainer.run.fault_detector.uses_reruns
-
-
 def _gather_gradients(trainer: Trainer, backward: _Backward) -> tuple[RankGradients, ...]:
     """Return the measurements of all ranks in the run that has just finished, by rank.
     Collective."""
     data, losses = trainer.data, backward.losses
     bits = [*data.local_gradient_bits(), sum_bits(losses)]
     reduced = [sum_bits(param.gradient.contiguous()) for param in backward.local_params]
+    is_alone = trainer.mesh.world.size == 1
     local = RankGradients(
         bits=tuple(torch.stack(bits).tolist()),
-        norm=data.local_gradient_norm(),
+        norm=float(backward.norm) if is_alone else data.local_gradient_norm(),
         loss=float(losses.sum()),
         nonfinite=tuple(data.nonfinite()[:MAX_NAMES]),
         reduced_bits=tuple(torch.stack(reduced).tolist()) if reduced else (),
@@ -562,15 +595,24 @@ def _gather_gradients(trainer: Trainer, backward: _Backward) -> tuple[RankGradie
     return tuple(each for each in gathered if isinstance(each, RankGradients))
 
 
+def find_sample_shift(mesh: Mesh) -> SampleShift:
+    """Return the shift of the samples in reruns (`StepRequest.RERUN_SHIFTED`)."""
+    if mesh.grid.experts is None:
+        return plan_sample_shift(mesh.dp.size, [0])
+    ranks = mesh.over("ep", "etp").ranks
+    return plan_sample_shift(mesh.dp.size, [mesh.grid.coordinates(rank)["dp"] for rank in ranks])
+
+
 def _shift_microbatches(trainer: Trainer, microbatches: list[Batch]) -> list[Batch]:
-    """Return the microbatches of the previous data-parallel rank. Collective.
+    """Return the microbatches of an earlier data-parallel rank; ranks may have unequal numbers of
+    them. Collective.
 
     Records and replays of routing stay with their samples, and are omitted.
     """
     group, device = trainer.mesh.dp, trainer.device
     sent = [_move_tensors(replace(batch, routing=None), "cpu") for batch in microbatches]
     gathered = gather_objects(sent, group)
-    received = gathered[group.rank - 1]
+    received = gathered[group.rank - find_sample_shift(trainer.mesh).num_ranks]
     assert isinstance(received, list), "every rank sends its microbatches"
     return [_move_tensors(batch, device) for batch in received]
 
@@ -612,6 +654,8 @@ def _decide(
     executed = resolve_requests(requests & ~StepRequest.STOP if decided & RERUNS else requests)
     if StepRequest.STOP in requests:
         executed = executed | StepRequest.STOP if executed & RERUNS else resolve_requests(requests)
+        if decided & StepRequest.ROLLBACK and StepRequest.STOP in executed:
+            executed |= StepRequest.SKIP  # the state that is saved is without this bad step
     names = ""
     if requests & ~AFTER_STEP:
         names = hooks.log_requests(requests, executed)

@@ -22,6 +22,7 @@ from megalith.plan.fault_policy import (
     choose_first_action,
     diagnose_runs,
     find_spikes,
+    plan_sample_shift,
 )
 
 MAX_RERUNS = 3
@@ -354,3 +355,55 @@ def test_clean_statistics_of_training_raise_no_alarm() -> None:
             values = {"loss": loss, "grad_norm": norm}
             assert find_spikes(statistics, values, sigmas=6) == (), (seed, step)
             statistics = statistics.accept(values, window=128)
+
+
+def _rank(loss: float, norm: float) -> RankGradients:
+    return RankGradients((hash((loss, norm)),), norm=norm, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("first", "shifted", "expected"),
+    [
+        # a bad sample makes the gradients of all experts NaN, but only its own loss
+        ([(2.0, math.nan), (math.nan, math.nan)], [(math.nan, math.nan), (2.0, math.nan)], None),
+        # so does a bad machine, whose loss does not move
+        ([(2.0, math.nan), (math.nan, math.nan)], [(2.5, math.nan), (math.nan, math.nan)], (1,)),
+        # rounding errors of experts that get their tokens in another order
+        ([(2.0, 1e6), (2.5, 1.0)], [(2.5, 1.0000001), (2.0, 1e6 + 0.1)], None),
+        ([(2.0, 1.0), (2.5, 1e6)], [(2.5, 1.0), (2.0, 1e6)], (1,)),
+    ],
+)
+def test_experts_of_all_data_parallel_ranks_are_compared_with_a_tolerance(
+    first: list[tuple[float, float]],
+    shifted: list[tuple[float, float]],
+    expected: tuple[int, ...] | None,
+) -> None:
+    run = StepRun(tuple(_rank(*each) for each in first))
+    runs = [run, run, StepRun(tuple(_rank(*each) for each in shifted), shift=1)]
+    diagnosis = diagnose_runs(
+        runs, [False] * 3, [[0, 1]], max_reruns=MAX_RERUNS, shift_tolerance=1e-3
+    )
+    wanted = Diagnosis("model") if expected is None else Diagnosis("persistent", expected)
+    assert diagnosis == wanted
+
+
+def test_wrong_losses_of_all_ranks_of_an_expert_group_are_undecided() -> None:
+    ranks = (_rank(math.nan, math.nan), _rank(math.nan, math.nan))
+    runs = [StepRun(ranks), StepRun(ranks), StepRun(ranks, shift=1)]
+    diagnosis = diagnose_runs(
+        runs, [False] * 3, [[0, 1]], max_reruns=MAX_RERUNS, shift_tolerance=1e-3
+    )
+    assert diagnosis == Diagnosis("undecided", (0, 1))
+
+
+def test_sample_shift_moves_whole_expert_groups() -> None:
+    for dp in range(1, 13):
+        for size in (each for each in range(1, dp + 1) if dp % each == 0):
+            shift = plan_sample_shift(dp, range(size))
+            assert shift.is_exact == (size == 1 or size < dp), (dp, size)
+            cycles = shift.list_cycles(range(dp))
+            assert sorted(rank for cycle in cycles for rank in cycle) == [*range(dp)], (dp, size)
+            for cycle in cycles:
+                following = [*cycle[1:], cycle[0]]
+                targets = [(rank + shift.num_ranks) % dp for rank in cycle]
+                assert following == targets, (dp, size)

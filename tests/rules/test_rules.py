@@ -430,6 +430,30 @@ CASES = [
         "to 0 or more",
     ),
     (
+        {"fault_detector__spike": "rollback", "checkpoint__every": "0"},
+        1,
+        "fault_detector.spike=rollback with checkpoint.every=0: no step before the last is saved",
+        "Set checkpoint.every to a number from 1 to",
+    ),
+    (
+        {"fault_detector__model_fault": "rollback", "fault_detector__max_rollbacks": "0"},
+        1,
+        "fault_detector.model_fault=rollback with fault_detector.max_rollbacks=0: no rollback",
+        "Set fault_detector.max_rollbacks=3, or fault_detector.model_fault=stop",
+    ),
+    (
+        {"fault_detector__nonfinite": "rollback", "checkpoint__save_optimizer": "false"},
+        1,
+        "fault_detector.nonfinite=rollback with checkpoint.save_optimizer=false: a rollback would",
+        "Set checkpoint.save_optimizer=true, or fault_detector.nonfinite=skip",
+    ),
+    (
+        {"fault_detector__nonfinite": "skip", "optim__nonfinite_grad": "raise"},
+        1,
+        "fault_detector.nonfinite=skip with optim.nonfinite_grad=raise: a gradient that is not",
+        "Set optim.nonfinite_grad=skip, or fault_detector.nonfinite=stop",
+    ),
+    (
         {"checkpoint__every": "-1"},
         1,
         "checkpoint.every=-1 must be at least 0",

@@ -97,6 +97,21 @@ CASES = [
         "schedule.wsd_decay_style=linear: no effect here, because it belongs",
     ),
     (
+        {"fault_detector.repair_replicas": "true"},
+        1,
+        "fault_detector.repair_replicas=true: no effect here, because with",
+    ),
+    (
+        {"fault_detector.suspect_steps": "5"},
+        1,
+        "fault_detector.suspect_steps=5: no effect here, because with checkpoint.local.every unset",
+    ),
+    (
+        {"fault_detector.rollback_steps": "5"},
+        1,
+        "fault_detector.rollback_steps=5: no effect here, because no action of",
+    ),
+    (
         {"offload.min_numel": "3"},
         1,
         "offload.min_numel=3: no effect here, because with offload.layers=0 nothing is offloaded",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.data.loader import StepBatches
-from megalith.errors import DataError
+from megalith.errors import CallbackError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects
@@ -51,6 +51,7 @@ BASE = {
 LAYOUTS: dict[str, dict[str, str]] = {
     "dp2": {"parallel.dp": "2"},
     "dp3": {"parallel.dp": "3"},
+    "dp4": {"parallel.dp": "4"},
     "zero1": {"parallel.dp": "2", "parallel.zero": "1"},
     "zero2": {"parallel.dp": "2", "parallel.zero": "2"},
     "zero3": {"parallel.dp": "2", "parallel.zero": "3"},
@@ -242,10 +243,10 @@ def saved_steps(path: Path) -> list[int]:
     return sorted(int(each.name[5:]) for each in (path / "checkpoints").glob("step_*"))
 
 
-def replica_ranks(layout: str, rank: int) -> set[int]:
-    """Return the ranks of the data-parallel replica of a rank."""
-    parallel = tiny_run(BASE | LAYOUTS[layout]).parallel
-    size = parallel.tp * parallel.pp
+def replica_ranks(layout: str, rank: int, settings: Mapping[str, str]) -> set[int]:
+    """Return the ranks of the data-parallel replica of a rank, or of its expert-parallel group."""
+    parallel = tiny_run(BASE | LAYOUTS[layout] | dict(settings)).parallel
+    size = parallel.tp * parallel.pp * parallel.ep
     first = rank - rank % size
     return set(range(first, first + size))
 
@@ -278,7 +279,7 @@ def check_case(
     assert fault.rank in ranks, (fault, records)
     if expected == "undecided" or fault.target in ("activation", "loss"):
         # wrong values reach the other ranks of the replica, but no other replica
-        assert ranks <= replica_ranks(layout, fault.rank), (fault, records)
+        assert ranks <= replica_ranks(layout, fault.rank, case.settings), (fault, records)
     else:
         exits = expected != "transient"
         assert records == [(expected, fault.rank, f"host{fault.rank}", exits)], fault
@@ -314,7 +315,7 @@ def list_cases(path: Path, layout: str) -> list[tuple[Case, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp1"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("dp1", "dp4")])
 def test_planted_faults_are_classified_and_attributed(tmp_path: Path, layout: str) -> None:
     cases = list_cases(tmp_path, layout)
     every = Case(tmp_path / "every", settings={"fault_detector.rerun_every": "1"})
@@ -325,6 +326,62 @@ def test_planted_faults_are_classified_and_attributed(tmp_path: Path, layout: st
     assert suspects(tmp_path / "clean") == suspects(every.path) == []
     for report, (case, expected) in zip(reports, cases, strict=True):
         check_case(layout, clean, report, case, expected)
+
+
+EXPERTS = {
+    "model.moe.num_experts": "4",
+    "model.moe.top_k": "2",
+    "model.moe.ffn_hidden_size": "10",
+    "parallel.ep": "2",
+}
+UNEVEN = {
+    "train.global_batch_size": "3",
+    "train.micro_batch_size": "1",
+    "train.uneven_batch": "allow",
+}
+VARIANTS = {
+    "experts of all ranks": ("dp2", EXPERTS),
+    "two expert groups": ("dp4", EXPERTS),
+    "unequal numbers of microbatches": ("dp2", UNEVEN),
+    "unequal numbers, ZeRO-3": ("zero3", UNEVEN),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shifted_samples_with_experts_and_uneven_batches(tmp_path: Path, variant: str) -> None:
+    layout, settings = VARIANTS[variant]
+    settings = settings | {"fault_detector.nonfinite": "rerun"}
+    faults = [
+        (Fault("sample", persistent=True), "model"),
+        (Fault("gradient", persistent=True), "persistent"),
+        (Fault("gradient", persistent=True, value=1e6), "persistent"),
+        (Fault("loss", value=1e4), "transient"),
+        (Fault("loss", persistent=True, value=1e4), "persistent"),
+    ]
+    cases = [
+        (Case(tmp_path / str(number), fault, settings), expected)
+        for number, (fault, expected) in enumerate(faults)
+    ]
+    every = {"fault_detector.rerun_every": "1"}
+    clean, reruns, *reports = train(
+        layout,
+        Case(tmp_path / "clean", settings=settings),
+        Case(tmp_path / "every", settings=settings | every),
+        *(case for case, _ in cases),
+    )
+    assert reruns == clean
+    assert suspects(tmp_path / "every") == []
+    for report, (case, expected) in zip(reports, cases, strict=True):
+        check_case(layout, clean, report, case, expected)
+
+
+def test_reruns_of_one_rank_without_a_fault_find_none(tmp_path: Path) -> None:
+    every = {"train.steps": "4", "fault_detector.rerun_every": "1"}
+    assert _train_rank(0, 1, "dp1", [Case(tmp_path, settings=every)])[0][0] == Outcome("done", 4)
+    assert suspects(tmp_path) == []
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("rerun, requested by callback FaultDetector") == 4
 
 
 def test_faults_of_one_of_two_ranks_and_of_samples(tmp_path: Path) -> None:
@@ -428,6 +485,8 @@ def test_actions_after_a_spike(tmp_path: Path, action: str, message: str) -> Non
         assert isinstance(outcome, str) and outcome.startswith(message)
         assert "Reduce schedule.lr, check the data" in outcome
         assert saved_steps(tmp_path) == [3] and 6 not in rows
+        state = open_checkpoint(tmp_path / "checkpoints" / "diverged" / "step_0000005").state
+        assert (state["healthy"], state["train"]["step"]) == (False, 5)
         return
     assert outcome == Outcome("done", 8)
     assert message in (tmp_path / "log.txt").read_text()
@@ -444,6 +503,30 @@ def test_rollback_is_requested_with_the_bad_step(tmp_path: Path) -> None:
     assert "step 6: rollback, requested by callback FaultDetector" in log
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert max(row["loss"] for row in rows) < 10
+
+
+@pytest.mark.parametrize("action", ["rollback", "skip"])
+def test_update_size_shows_corrupt_optimizer_state(tmp_path: Path, action: str) -> None:
+    settings = {
+        "fault_detector.spike": action,
+        "fault_detector.check_update_size": "true",
+        "fault_detector.rollback_steps": "0",
+        "optim.count_zeros": "true",
+    }
+    fault = Fault("moment", value=1e3)
+    if action == "rollback":  # the fault recurs after each rollback
+        with pytest.raises(CallbackError, match="step 7: a callback requested a rollback after 3"):
+            _train_alone(tmp_path, fault, settings, "host")
+    else:
+        _train_alone(tmp_path, fault, settings, "host")
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 6: spike of update_norm" in log
+    if action == "skip":
+        assert "the update is applied (fault_detector.spike=rollback undoes it)" in log
+        norms = [row.get("update_norm") for row in read_metrics(tmp_path / "metrics.jsonl")]
+        assert norms[5] > 100 * norms[4] and norms[6:] == [None, None]
+    else:
+        assert log.count("step 7: rolled back to the checkpoint of step 3") == 3
 
 
 @pytest.mark.slow
@@ -465,6 +548,19 @@ def test_fault_is_classified_before_a_requested_stop(tmp_path: Path) -> None:
     assert suspects(tmp_path) == [("transient", 0, "host0", False)]
     state = open_checkpoint(tmp_path / "checkpoints" / "step_0000006").state["train"]
     assert (state["step"], state["skipped"]) == (6, 0)
+
+
+def test_bad_step_of_a_run_that_is_stopped_is_not_applied(tmp_path: Path) -> None:
+    settings = {"fault_detector.spike": "rollback"}
+    fault = Fault("loss", value=1e4, stops=True)
+    outcome = _train_alone(tmp_path, fault, settings, "host")
+    assert isinstance(outcome, Outcome) and (outcome.kind, outcome.step) == ("stopped", 6)
+    assert (
+        "rollback, requested by callback FaultDetector (rank 0), gives way to stop"
+        in (tmp_path / "log.txt").read_text()
+    )
+    state = open_checkpoint(tmp_path / "checkpoints" / "step_0000006").state["train"]
+    assert (state["step"], state["skipped"]) == (6, 1)
 
 
 def test_history_of_statistics_survives_a_restart(tmp_path: Path) -> None:

@@ -167,3 +167,22 @@ def test_outliers_are_compared_within_a_device_type() -> None:
         "wrong is unknown"
         for rank in (1, 0)
     ]
+
+
+def test_devices_without_memory_for_a_product_are_not_wrong() -> None:
+    devices = [DeviceHealth(host, "gpu", {"matmul bfloat16": 7}) for host in "ab"]
+    assert find_outliers([*devices, DeviceHealth("c", "gpu")]) == []
+
+    def fail(*_arguments: object) -> int:
+        raise torch.OutOfMemoryError("no free memory")
+
+    with patched(health_check, "sum_product_bits", fail):
+        health = health_check.check_device(CPU, [torch.float32])
+    assert health.bits == {} and health.errors == () and set(health.speeds) == {"memory copy"}
+
+
+def test_sum_of_product_bits_does_not_depend_on_the_chunk() -> None:
+    left, right = (health_check.fill_fixed(48, shift, torch.float32, CPU) for shift in (0, 1))
+    whole = health_check.sum_product_bits(left, right)
+    with patched(health_check, "CHUNK", 251 * 4):
+        assert health_check.sum_product_bits(left, right) == whole

@@ -350,6 +350,9 @@ def test_too_many_rollbacks_end_the_run_and_name_the_setting(tmp_path: Path) -> 
     settings = {"fault_detector.max_rollbacks": "1"}
     with pytest.raises(CallbackError, match=r"after 1 rollbacks in 1000 steps \(from steps 8\)"):
         train(settings, tmp_path, EveryTime(None))
+    (saved,) = (tmp_path / "checkpoints" / "diverged").glob("step_*")
+    state = open_checkpoint(saved).state
+    assert (state["healthy"], state["train"]["step"]) == (False, 7)
 
 
 def test_retention_keeps_a_checkpoint_for_every_rollback(tmp_path: Path) -> None:

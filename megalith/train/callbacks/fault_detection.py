@@ -15,8 +15,8 @@ from megalith import storage
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.fault_detection import FaultAction
 from megalith.data.loader import StepBatches
-from megalith.errors import DataError
-from megalith.optim.optimizers import LossScale
+from megalith.errors import DataError, DivergenceError
+from megalith.optim.optimizers import LossScale, first_replica_gradients
 from megalith.optim.schedule import schedule_lengths
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
@@ -47,6 +47,7 @@ from megalith.train.step import (
     StepStats,
     Trainer,
     describe_nonfinite_gradients,
+    find_sample_shift,
 )
 
 RERUN_STATS_FILE = "rerun_stats.jsonl"
@@ -125,6 +126,11 @@ def describe_machine(device: torch.device) -> tuple[str, str]:
     return socket.gethostname(), f"{device.type}:{device.index or 0} {name}"
 
 
+def is_deterministic(device: torch.device) -> bool:
+    """Return whether a repeated step has the same bits on a device."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
 # --- the callback
 
 
@@ -157,6 +163,8 @@ class FaultDetector(Callback):
         self._decided: StepRequest | None = None
         """Action after the last rerun, whose result is used."""
         self._skip_reason: str | None = None
+        self._planned: RollbackPlan | None = None
+        """Rollback that is requested after the step, and executed in the next one."""
         self._corrupt: dict[int, Any] = {}  # Any: gathered lists of names
         """Parameters with corrupt optimizer state, by rank."""
         self._gradients: list[torch.Tensor] = []
@@ -172,9 +180,14 @@ class FaultDetector(Callback):
         )
         world = run.mesh.world
         index = {rank: number for number, rank in enumerate(world.ranks)}
+        self._shift = find_sample_shift(run.mesh)
         self._dp_groups = [
-            [index[rank] for rank in group] for group in run.mesh.grid.groups(("dp",))
+            cycle
+            for group in run.mesh.grid.groups(("dp",))
+            for cycle in self._shift.list_cycles([index[rank] for rank in group])
         ]
+        trainer = run.prepared.trainer
+        self._num_elements = _count_elements(trainer) if run.config.optim.count_zeros else 0
         self._local_start = find_suspect_start(run)
         exits = read_suspect_exits(run.folder.path) if run.is_writer else ()
         gathered: list[Any] = gather_objects((*describe_machine(run.device), exits), world)
@@ -202,13 +215,16 @@ class FaultDetector(Callback):
         self._history_settings = state["settings"]
 
     def after_rollback(self, step: int) -> None:
-        """Remove the discarded steps from the history."""
-        self.diverged, self.rollback_plan = False, None
+        """Remove the discarded steps from the history; the state is that of a persistent checkpoint
+        now."""
+        self.diverged, self.rollback_plan, self._local_start = False, None, None
+        self._planned = None
 
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Prepare the checks of a step."""
         self._step, self._failed_check, self._spikes = step, None, ()
-        self._decided = self._skip_reason = self.rollback_plan = None
+        self._decided = self._skip_reason = None
+        self.rollback_plan, self._planned = self._planned, None
         self._passes = []
         optim, consumed = self._run.config.optim, self._run.prepared.state.read_samples
         settings = [self._schedule.get_batch_size(consumed), optim.kind, optim.plugin]
@@ -232,6 +248,8 @@ class FaultDetector(Callback):
         """
         if self._decided is not None:
             return self._decided
+        if self.rollback_plan is not None:
+            return StepRequest.NONE  # the rollback is requested already, and discards this step
         kind = self._check(stats)
         is_first = not self._passes
         self._passes.append(kind is None)
@@ -245,7 +263,8 @@ class FaultDetector(Callback):
             self._passes,
             self._dp_groups,
             max_reruns=MAX_RERUNS,
-            tolerance=None if self._run.device.type == "cpu" else RERUN_TOLERANCE,
+            tolerance=None if is_deterministic(self._run.device) else RERUN_TOLERANCE,
+            shift_tolerance=None if self._shift.is_exact else RERUN_TOLERANCE,
         )
         if diagnosis.cause is None:
             return StepRequest.RERUN_SHIFTED if diagnosis.shift else StepRequest.RERUN
@@ -265,23 +284,57 @@ class FaultDetector(Callback):
         self._record(diagnosis, action)
         return self._execute(action, stats, self._explain(diagnosis, stats))
 
-    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
-        """Accept the statistics of the step, and report a step without an update.
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest:
+        """Accept the statistics of the step, check the size of its update, and report a step
+        without an update.
 
         Raises:
-            DataError: too many steps in a row were skipped.
+            DataError: too many steps in a row were skipped, or the update is a spike and
+                fault_detector.spike is `stop`.
         """
         result = finished.result
+        request = self._check_update(result)
+        if result.update_norm is not None:
+            metrics["update_norm"] = result.update_norm
         if result.updated and self._spikes:
             self._history = self._history.add_spike(finished.step)
         elif result.updated:
-            statistics = _collect_statistics(result)
+            statistics = _collect_statistics(result, self._num_elements)
             self._history = self._history.accept(statistics, window=self._config.window)
         elif self._failed_check == "spike" and self._skip_reason is not None:
             self._history = self._history.add_spike(finished.step)
         if self._history.spike_steps:
             metrics["spike_rate"] = self._history.spike_rate(finished.step)
         self._report_skipped(finished)
+        return request
+
+    def _check_update(self, result: StepResult) -> StepRequest:
+        """Return the request after a step whose update is a spike, and log it.
+
+        Raises:
+            DataError: fault_detector.spike is `stop`.
+        """
+        is_warmup = self._run.prepared.state.scheduled_samples < self._lengths.warmup
+        if result.update_norm is None or is_warmup or self._spikes:
+            return StepRequest.NONE
+        statistics = {"update_norm": result.update_norm}
+        if not math.isfinite(result.update_norm):
+            return StepRequest.NONE  # NaN parameters end the run before they are saved
+        self._spikes = find_spikes(self._history, statistics, sigmas=self._config.sigmas)
+        if not self._spikes:
+            return StepRequest.NONE
+        reason, action = f"spike of {self._spikes[0]}", self._config.spike
+        if action == "stop":
+            raise self.divergence_error(f"step {self._step}: {reason}.")
+        if action == "rollback" and self._step < self._run.config.train.steps:
+            self._run.log(f"step {self._step}: {reason}")
+            self._planned = RollbackPlan(self._step, self._step, reason)
+            return StepRequest.ROLLBACK
+        self._run.log(
+            f"step {self._step}: {reason}; the update is applied (fault_detector.spike=rollback "
+            "undoes it)"
+        )
+        return StepRequest.NONE
 
     # --- one step
 
@@ -293,7 +346,7 @@ class FaultDetector(Callback):
             return "nonfinite"
         if self._run.prepared.state.scheduled_samples < self._lengths.warmup:
             return None
-        statistics = _collect_statistics(stats)
+        statistics = _collect_statistics(stats, self._num_elements)
         self._spikes = find_spikes(self._history, statistics, sigmas=self._config.sigmas)
         return "spike" if self._spikes else None
 
@@ -444,8 +497,8 @@ class FaultDetector(Callback):
                 )
 
     def _check_state(self) -> Diagnosis | None:
-        """Return the ranks whose optimizer state training cannot produce, as a diagnosis; None
-        if there are none. Collective."""
+        """Return the ranks whose optimizer state training cannot produce, as a diagnosis; None if
+        there are none. Collective."""
         names = find_corrupt_moments(self._run.prepared.trainer)
         gathered = gather_objects(names, self._run.mesh.world)
         self._corrupt = {rank: each for rank, each in enumerate(gathered) if each}
@@ -453,14 +506,15 @@ class FaultDetector(Callback):
 
     def is_state_valid(self) -> bool:
         """Return whether the state before the step can be saved although a machine is at fault: all
-        copies of the weights are equal, and the optimizer state is plausible. Collective."""
+        copies of the weights are equal and finite, and the optimizer state is plausible.
+        Collective."""
         if self._check_state() is not None:
             return False
-        equal = all(
-            len(set(gather_objects(checksum, group))) == 1
-            for checksum, group in self._run.prepared.trainer.data.checksums()
-        )
-        return all(gather_objects(equal, self._run.mesh.world))
+        trainer = self._run.prepared.trainer
+        is_valid = all(bool(torch.isfinite(slot.master).all()) for slot in trainer.optimizer.slots)
+        for checksum, group in trainer.data.checksums():
+            is_valid &= len(set(gather_objects(checksum, group))) == 1
+        return all(gather_objects(is_valid, self._run.mesh.world))
 
     # --- the end of a run that has diverged
 
@@ -535,7 +589,7 @@ class FaultDetector(Callback):
                 f"{result.grad_norm} and is not saved."
             )
 
-    def divergence_error(self, problem: str, *, more: str = "") -> DataError:
+    def divergence_error(self, problem: str, *, more: str = "") -> DivergenceError:
         """Return the error of a divergent run, with advice how to continue. Collective.
 
         `more`: further advice, after a comma.
@@ -551,7 +605,7 @@ class FaultDetector(Callback):
             )
 
         advice = raise_on_all_ranks(describe, run.mesh.world)[0]
-        return DataError(
+        return DivergenceError(
             f"{problem} Reduce schedule.lr, check the data and the settings of the model{more}. "
             f"{advice}"
         )
@@ -587,11 +641,24 @@ def find_corrupt_moments(trainer: Trainer) -> list[str]:
     return corrupt
 
 
-def _collect_statistics(stats: StepStats) -> dict[str, float]:
-    """Return the statistics of a step whose spikes are detected, by name."""
+def _count_elements(trainer: Trainer) -> int:
+    """Return the number of gradient elements of which zeros are counted. Collective."""
+    shards = [(each.shard, each.weight) for each in trainer.data.local_params]
+    local = first_replica_gradients(shards, trainer.first_replicas)
+    counts = gather_objects(sum(each.numel() for each in local), trainer.mesh.world)
+    return sum(int(str(each)) for each in counts)
+
+
+def _collect_statistics(stats: StepStats, num_elements: int) -> dict[str, float]:
+    """Return the statistics of a step whose spikes are detected, by name. `num_elements`: of the
+    gradients."""
     statistics = {"loss": stats.loss, "grad_norm": stats.grad_norm}
     if stats.max_logit is not None:
         statistics["max_logit"] = stats.max_logit
+    if isinstance(stats, StepResult) and stats.update_norm is not None:
+        statistics["update_norm"] = stats.update_norm
+    if stats.num_zeros is not None:
+        statistics["zero_share"] = stats.num_zeros / max(1, num_elements)
     return statistics
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megalith.checkpoint.async_save import MIN_NBYTES, AsyncSaver, WriterSettings, check_memory
 from megalith.checkpoint.commit import BestCheckpoints, Retention
-from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry, folder_name
 from megalith.checkpoint.local import LocalSaveError, LocalSaveReport
 from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.save import SaveReport, save_checkpoint
@@ -22,12 +22,12 @@ from megalith.optim.ema import EMA
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.rollback import list_rollback_limits
-from megalith.storage import max_file_nbytes
+from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, Outcome, RunView, StepMetrics
 from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.evaluate import VALIDATION
-from megalith.train.resume import CALLBACKS
+from megalith.train.resume import CALLBACKS, HEALTHY
 from megalith.train.step import (
     SaveCounts,
     StepRequest,
@@ -110,6 +110,9 @@ class Evaluator(Callback):
             for name in names
         }
 
+
+DIVERGED = "diverged"
+"""Folder in that of the checkpoints with the last state of a run that has diverged."""
 
 MAX_WAITS = 3
 """Saves in a row that waited for the one before, after which the log names the settings to change
@@ -363,12 +366,44 @@ class Checkpointer(Callback):
         """Count this step as saved, because another replica group saves it."""
         self.saved_step, self._is_delayed = self._run.step, False
 
+    def save_diverged(
+        self,
+        callback_states: Callable[[], dict[str, Any]],  # Any: JSON
+    ) -> StoragePath | None:
+        """Save the state of a run that has diverged in the folder `diverged`, from which no run
+        resumes by itself, and return its path; None if this step is saved already. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be saved.
+        """
+        run, step = self._run.prepared, self._run.step
+        if self.saved_step == step:
+            return None
+        run.trainer.data.wait_params()
+        folder, entries = run.folder.checkpoints / DIVERGED, self.entries()
+        save_checkpoint(
+            folder,
+            step,
+            entries,
+            self.collect_state(entries, callback_states, is_healthy=False),
+            run.mesh.world,
+            config_text=run.tokenizer_files.config_text(run.run, "."),
+            auxiliary_files=run.tokenizer_files.contents,
+            retention=Retention(1),
+            report_progress=self._run.report_progress,
+        )
+        return folder / folder_name(step)
+
     def collect_state(
         self,
         entries: Sequence[CheckpointEntry],
         callback_states: Callable[[], dict[str, Any]],  # Any: JSON
+        *,
+        is_healthy: bool = True,
     ) -> dict[str, Any]:  # JSON
         """Return what a checkpoint of this step holds besides tensors. Collective.
+
+        `is_healthy`: False if the model has diverged.
 
         Raises:
             DataError: parameters are NaN or infinite, which no further step would change.
@@ -379,7 +414,7 @@ class Checkpointer(Callback):
         def check() -> tuple[list[str], list[str]]:
             self._check_lock()
             states.update(callback_states())
-            return find_nonfinite_parameters(entries), list(states)
+            return find_nonfinite_parameters(entries) if is_healthy else [], list(states)
 
         checks = raise_on_all_ranks(check, run.mesh.world)
         if names := sorted({name for nonfinite, _ in checks for name in nonfinite}):
@@ -389,7 +424,8 @@ class Checkpointer(Callback):
             )
         # A callback that failed on another rank has no state.
         common = {name: states[name] for name in states if all(name in each for _, each in checks)}
-        return run.state_json() | ({CALLBACKS: common} if common else {})
+        health = {} if is_healthy else {HEALTHY: False}
+        return run.state_json() | health | ({CALLBACKS: common} if common else {})
 
     def _write(
         self,
