@@ -107,7 +107,11 @@ class CopyServer:
 
     def _accept(self) -> None:
         while True:
-            accepted, _ = self._socket.accept()
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError:  # closed by the peer before, or no free file descriptor at this time
+                time.sleep(_WAIT_S)
+                continue
             accepted.settimeout(_CONNECT_S)
             threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
 

@@ -13,12 +13,14 @@ A local checkpoint is complete if the boxes of the folders that are left cover e
 layout and number of ranks can load it. A box is hashed before it is written into a tensor.
 """
 
+import errno
 import json
 import logging
 import os
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -718,6 +720,7 @@ def _open_root(
     try:
         parent.mkdir(parents=True, exist_ok=True)
         root.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(root)
         probe = root / f".probe-{secrets.token_hex(4)}"
         probe.write_bytes(b"1")
         probe.unlink()
@@ -729,6 +732,19 @@ def _open_root(
     if first:
         _log_neighbors(parent, root, name, checkpoints, shown)
     return root
+
+
+def _check_owner(root: Path) -> None:
+    """Check that no other user has created a folder or link of this name where all users may, such
+    as in /dev/shm: it could contain other weights.
+
+    Raises:
+        OSError: another user has.
+    """
+    is_shared = os.stat(root.parent).st_mode & stat.S_IWOTH
+    owner = os.lstat(root).st_uid
+    if is_shared and owner != os.geteuid():
+        raise OSError(errno.EPERM, f"it belongs to user {owner}, and this process to another one")
 
 
 def _log_neighbors(parent: Path, root: Path, name: str, checkpoints: Path, shown: str) -> None:

@@ -126,7 +126,7 @@ def parse_table(data: bytes, path: Path) -> LocalTable:
                 for rank, part in raw["parts"].items()
             },
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: this is not the table of a local checkpoint ({type(error).__name__}: "
             f"{error}). Its boxes are not used."

@@ -27,6 +27,9 @@ STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
 SUSPECT = 76
 """Exit code: a machine is at fault; the same command continues the run on other machines."""
 
+RESTART_COUNTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
+"""Variables with the number of times that torchrun or Slurm has started this job again."""
+
 SUSPECT_HOSTS = "MEGALITH_SUSPECTS"
 """Variable with the file to which the hosts of suspect machines are written, separated by commas,
 for the batch system (launch/slurm.sh)."""
@@ -168,11 +171,16 @@ def _check_restarts(command: TrainCommand, run: TrainRun) -> None:
 
 def _reset_attempts(run: TrainRun, command: TrainCommand) -> None:
     """Exclude earlier starts of the run from crash-loop detection; in the first process of the job
-    only."""
+    only, and not again when torchrun or Slurm runs the same command after a fault.
+
+    Raises:
+        CheckpointError: the file of starts cannot be written.
+    """
     from megalith.launch.launcher import LAUNCHER
     from megalith.train.start_records import reset_attempts
 
-    if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0":
+    is_restart = any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS)
+    if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0" and not is_restart:
         reset_attempts(_select_folder(run, command))
 
 

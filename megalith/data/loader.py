@@ -410,7 +410,7 @@ class Loader:
             rows, stats = self._assign_rows(self.dataset)
             positions = rows
         per_microbatch = self.settings.micro_batch_size
-        num_filled = -(-self._batch_size // per_microbatch)
+        num_filled = stats.num_microbatches or -(-self._batch_size // per_microbatch)
         samples = [[self.dataset.sample(k) for k in self._locate(ids)] for ids in rows]
         blank = (
             samples[0][0] if samples[0] else self.dataset.sample(self._locate([self._position])[0])
@@ -436,11 +436,10 @@ class Loader:
                 )
                 for batch, at in zip(batches, positions, strict=True)
             ]
-        if self._batch_size % per_microbatch or not samples[-1] or self._samples is not None:
-            batches = [
-                replace(batch, part=len(ids) * num_filled / self._batch_size)
-                for batch, ids in zip(batches, rows, strict=True)
-            ]
+        batches = [
+            replace(batch, part=len(ids) * num_filled / self._batch_size)
+            for batch, ids in zip(batches, rows, strict=True)
+        ]
         size = len(blank.ids) - isinstance(blank, Sample)
         return replace(
             stats,
@@ -476,12 +475,15 @@ class Loader:
             ]
         )
         cost_by_rank = [sum(costs[row] for rows in rank for row in rows) for rank in local_rows]
-        missing = assignment.count_microbatches(dp.rank) - len(local_rows[dp.rank])
+        num_filled = sum(bool(rows) for rank in local_rows for rows in rank)
+        longest = max(map(len, local_rows)) if settings.counts.equal else len(local_rows[dp.rank])
+        missing = settings.counts.count(longest) - len(local_rows[dp.rank])
         rows_by_microbatch = [
             *([self._position + row for row in rows] for rows in local_rows[dp.rank]),
             *[[] for _ in range(missing)],
         ]
-        return rows_by_microbatch, StepBatches([], 0, imbalance=imbalance(cost_by_rank))
+        stats = StepBatches([], 0, num_microbatches=num_filled, imbalance=imbalance(cost_by_rank))
+        return rows_by_microbatch, stats
 
     def _read_packs(self, budget: TokenBudget) -> tuple[StepBatches, BatchAssignment]:
         """Read this rank's packs of the next step's documents."""

@@ -13,6 +13,7 @@ waits, and the watchdog covers the collective (launch/watchdog.py).
 
 import faulthandler
 import json
+import math
 import mmap
 import os
 import signal
@@ -25,6 +26,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from megalith import storage
 
 Section = Literal["start", "step", "save", "load", "evaluate", "exit"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
@@ -172,7 +175,10 @@ class RankHeartbeat:
         try:
             yield
         finally:
-            self.record(before)
+            if before is None:
+                self.stop()
+            else:
+                self.record(before)
 
     def stop(self) -> None:
         """End the monitoring of this rank, until the next heartbeat."""
@@ -250,20 +256,35 @@ def create_shared_file(nbytes: int) -> int:
 def read_times(path: Path, world: int) -> dict[Section, SectionTimes]:
     """Return the times of earlier starts with as many ranks; empty if there are none, or the file
     is damaged."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        stored = json.loads(path.read_text()).get(str(world), {})
+    with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+        stored = _parse_times(path.read_bytes()).get(str(world), {})
         times = {name: SectionTimes(**stored[name]) for name in SECTIONS if name in stored}
-        if all(each.passes >= 0 and each.longest_seconds >= 0 for each in times.values()):
+        if all(_is_valid(each) for each in times.values()):
             return times
     return {}
 
 
+def _parse_times(data: bytes) -> dict[str, Any]:  # Any: JSON
+    """Return the object of the file.
+
+    Raises:
+        ValueError: the file has none.
+    """
+    parsed = storage.parse_json(data)
+    if not isinstance(parsed, dict):
+        raise ValueError("not an object")
+    return parsed
+
+
+def _is_valid(times: SectionTimes) -> bool:
+    return times.passes >= 0 <= times.longest_seconds and math.isfinite(times.longest_seconds)
+
+
 def write_times(path: Path, world: int, times: Mapping[Section, SectionTimes]) -> None:
     """Write the times of all sections, and keep those of other numbers of ranks."""
-    stored: Any = None  # Any: JSON
+    stored: dict[str, Any] = {}  # Any: JSON
     with suppress(OSError, ValueError):
-        stored = json.loads(path.read_text())
-    stored = stored if isinstance(stored, dict) else {}
+        stored = _parse_times(path.read_bytes())
     stored[str(world)] = {name: asdict(each) for name, each in times.items()}
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(stored, indent=1) + "\n")

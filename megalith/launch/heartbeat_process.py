@@ -118,10 +118,12 @@ def monitor_rank(fd: int, stacks_fd: int, pid: int, rank: int) -> None:
             if error_file is not None:
                 with suppress(OSError):
                     write_torchrun_record(failure, Path(error_file))
-            sys.stderr.write(f"megalith: {hung.text}\n")
-            sys.stderr.flush()
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):  # the process that reads it may have ended
+                sys.stderr.write(f"megalith: {hung.text}\n")
+                sys.stderr.flush()
+            if os.getppid() == pid:  # else another process may have its id by now
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             return
         time.sleep(min(POLL_SECONDS, (state.timeout_seconds or 8.0) / 8))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalith.plan.starts import Start, StartExit
+from megalith.plan.starts import Start, StartExit, is_number
 
 CAUSES = {
     "productive": "steps of the final history of the run",
@@ -212,7 +212,7 @@ def _summarize(
     num_saves = sum(row["event"] == "save" for row in rows)
     # Of asynchronous saves the waiting within steps, too.
     save_seconds = max(
-        sum(float(row["seconds"]) for row in rows if row["event"] in ("save", "drain")),
+        sum(float(row.get("seconds", 0.0)) for row in rows if row["event"] in ("save", "drain")),
         sum(float(row.get("blocked_seconds", 0.0)) for row in rows if row["event"] == "saved"),
     )
     num_faults = sum(
@@ -253,11 +253,14 @@ def find_event_problem(row: Mapping[str, Any]) -> str:  # Any: JSON
     if row["event"] == "start":
         numbers += ["began"]
     for name in numbers:
-        if isinstance(row.get(name), bool) or not isinstance(row.get(name), int | float):
+        if not is_number(row.get(name)):
             return f"{name} is not a number"
-    for name in ("seconds", "rerun_seconds", "skipped_seconds"):
-        if not isinstance(row.get(name, 0.0), int | float) or row.get(name, 0.0) < 0:
+    for name in ("seconds", "rerun_seconds", "skipped_seconds", "blocked_seconds"):
+        if not is_number(row.get(name, 0.0)) or row.get(name, 0.0) < 0:
             return f"{name} is not a duration"
+    for name in ("step", "began", "world_size", "checkpoint_every"):
+        if row.get(name) is not None and not is_number(row[name]):
+            return f"{name} is not a number"
     if row["event"] == "steps" and row["last"] < row["first"]:
         return "last is less than first"
     return ""
@@ -287,8 +290,9 @@ def _build_timelines(
         number = int(row["start"])
         if number not in timelines:
             unknown.append(number)
-            began = float(row.get("began", float(row["time"]) - float(row["elapsed"])))
-            timelines[number] = _Timeline(number, began, int(row.get("step", 0)))
+            began = row.get("began")
+            began = float(row["time"]) - float(row["elapsed"]) if began is None else float(began)
+            timelines[number] = _Timeline(number, began, int(row.get("step") or 0))
         timeline = timelines[number]
         if timeline.events and float(row["elapsed"]) < float(timeline.events[-1]["elapsed"]):
             notes.append(
@@ -297,7 +301,7 @@ def _build_timelines(
             continue
         if row["event"] == "start":
             timeline.step = int(row["step"])
-            timeline.world_size = int(row.get("world_size", timeline.world_size))
+            timeline.world_size = int(row.get("world_size") or timeline.world_size)
         timeline.events.append(row)
     if unknown:
         listed = ", ".join(map(str, dict.fromkeys(unknown)))

@@ -23,6 +23,9 @@ NOT_FAULTS = frozenset({0, 2, 75, 76})
 """Exit codes after which a start does not count: done, the user must change something, stopped
 after a save, and a suspect machine, which fault detection counts separately."""
 
+MAX_NUMBER = 1e12
+"""Largest number that is read: 30,000 years in seconds, and more steps than any run has."""
+
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
@@ -110,8 +113,8 @@ def parse_starts(rows: Iterable[Mapping[str, Any]]) -> list[Start]:  # Any: JSON
         if kind == "start":
             start = _parse_start(row)
             starts[start.number] = start
-        elif kind == "exit" and int(row["start"]) in starts:
-            number, ended = int(row["start"]), _parse_exit(row)
+        elif kind == "exit" and _parse_int(row, "start") in starts:
+            number, ended = _parse_int(row, "start"), _parse_exit(row)
             before = starts[number].exit
             if before is None or _precedes(ended, before):
                 starts[number] = replace(starts[number], exit=ended)
@@ -126,7 +129,7 @@ def find_record_problem(row: Mapping[str, Any]) -> str:  # Any: JSON
         if row.get("kind") == "start":
             _parse_start(row)
         elif row.get("kind") == "exit":
-            int(row["start"])
+            _parse_int(row, "start")
             _parse_exit(row)
     except KeyError as error:
         return f"it lacks {error.args[0]}"
@@ -135,33 +138,63 @@ def find_record_problem(row: Mapping[str, Any]) -> str:  # Any: JSON
     return ""
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value of JSON is a number that can be computed with.
+
+    >>> [is_number(value) for value in (1, 2.5, True, "1", float("nan"), 1e999, 10**400)]
+    [True, True, False, False, False, False, False]
+    """
+    is_numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_numeric and -MAX_NUMBER <= value <= MAX_NUMBER  # type: ignore[operator]  # numeric
+
+
+def _parse_float(row: Mapping[str, Any], name: str) -> float:  # Any: JSON
+    if not is_number(row[name]):
+        raise ValueError(f"{name} is not a number")
+    return float(row[name])
+
+
+def _parse_int(row: Mapping[str, Any], name: str) -> int:  # Any: JSON
+    return int(_parse_float(row, name))
+
+
+def _parse_optional_int(row: Mapping[str, Any], name: str) -> int | None:  # Any: JSON
+    return None if row.get(name) is None else _parse_int(row, name)
+
+
+def _parse_hosts(row: Mapping[str, Any]) -> tuple[str, ...]:  # Any: JSON
+    if not isinstance(row["hosts"], list) or not row["hosts"]:
+        raise ValueError("hosts is not a list of names")
+    return tuple(map(str, row["hosts"]))
+
+
 def _parse_start(row: Mapping[str, Any]) -> Start:  # Any: JSON
-    launcher, checkpoint = row.get("launcher"), row.get("checkpoint")
+    checkpoint = row.get("checkpoint")
     return Start(
-        number=int(row["start"]),
-        time=float(row["time"]),
-        began=float(row["began"]),
-        step=int(row["step"]),
-        newest_step=int(row["newest_step"]),
-        world_size=int(row["world_size"]),
-        hosts=tuple(str(host) for host in row["hosts"]),
+        number=_parse_int(row, "start"),
+        time=_parse_float(row, "time"),
+        began=_parse_float(row, "began"),
+        step=_parse_int(row, "step"),
+        newest_step=_parse_int(row, "newest_step"),
+        world_size=_parse_int(row, "world_size"),
+        hosts=_parse_hosts(row),
         layout=str(row["layout"]),
         checkpoint=None if checkpoint is None else str(checkpoint),
         tier=str(row["tier"]),
-        launcher=None if launcher is None else int(launcher),
+        launcher=_parse_optional_int(row, "launcher"),
     )
 
 
 def _parse_exit(row: Mapping[str, Any]) -> StartExit:  # Any: JSON
-    step, rank, host, elapsed = (row.get(name) for name in ("step", "rank", "host", "elapsed"))
+    host = row.get("host")
     return StartExit(
-        time=float(row["time"]),
+        time=_parse_float(row, "time"),
         cause=str(row["cause"]),
-        code=int(row["code"]),
-        step=None if step is None else int(step),
-        rank=None if rank is None else int(rank),
+        code=_parse_int(row, "code"),
+        step=_parse_optional_int(row, "step"),
+        rank=_parse_optional_int(row, "rank"),
         host=None if host is None else str(host),
-        elapsed=None if elapsed is None else float(elapsed),
+        elapsed=None if row.get("elapsed") is None else _parse_float(row, "elapsed"),
         is_consequence=bool(row.get("is_consequence", False)),
     )
 

@@ -425,6 +425,9 @@ class TrainLoop:
                     prepared.run, prepared.mesh, self.view.device, error, at=self._phase
                 ) from error
             raise
+        self.heartbeat.record(
+            "exit"
+        )  # callbacks may upload results, which takes longer than a step
         self.callbacks.notify("on_end", outcome)
         self.callbacks.raise_failures(prepared.mesh)
         return outcome

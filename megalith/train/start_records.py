@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith import storage
+from megalith.errors import CheckpointError
 from megalith.launch.launcher import Failure
 from megalith.plan.starts import Start, find_record_problem, parse_starts
 
@@ -34,11 +35,13 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:  # Any: JSON
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # Any: JSON
     """Return the records of a file of JSON lines, and a message for each line that is not one; no
-    records if the file is missing. An incomplete last line is left out."""
+    records if the file is missing or cannot be read. An incomplete last line is left out."""
     try:
         lines = storage.read_bytes(path).splitlines(keepends=True)
     except FileNotFoundError:
         return [], []
+    except OSError as error:
+        return [], [f"{path} cannot be read ({error.strerror or error})"]
     records, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
@@ -67,10 +70,21 @@ def read_starts(folder: Path) -> tuple[list[Start], list[str]]:
 
 def reset_attempts(folder: Path) -> bool:
     """Exclude earlier starts of a run from crash-loop detection; return whether it had any.
-    Their lines stay, because `megalith report` reads them."""
-    if not (folder / STARTS).exists():
-        return False
-    append_record(folder / STARTS, {"kind": "reset", "time": round(time.time(), 3)})
+    Their lines stay, because `megalith report` reads them.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    path = folder / STARTS
+    try:
+        if not path.exists():
+            return False
+        append_record(path, {"kind": "reset", "time": round(time.time(), 3)})
+    except OSError as error:
+        raise CheckpointError(
+            f"--reset-attempts: {path} cannot be written ({error.strerror}). Make it a file that "
+            "this user may write, or rename it."
+        ) from error
     return True
 
 

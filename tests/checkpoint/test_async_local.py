@@ -1,9 +1,11 @@
 """Local checkpoints that writer processes save and copy to their peers while training continues."""
 
+import errno
 import mmap
 import multiprocessing
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -100,7 +102,14 @@ def test_writer_that_starts_late_opens_one_port_for_copies(
     assert [type(each) for each in commands] == [WritePlan, ServeCopies]
 
 
-@pytest.mark.parametrize("world,lost", [(1, ()), (2, (1,)), (4, (0, 2))])
+@pytest.mark.parametrize(
+    "world,lost",
+    [
+        pytest.param(1, (), marks=pytest.mark.slow),
+        pytest.param(2, (1,), marks=pytest.mark.slow),
+        (4, (0, 2)),
+    ],
+)
 def test_copies_of_writers_replace_lost_folders(
     tmp_path: Path, world: int, lost: tuple[int, ...]
 ) -> None:
@@ -217,3 +226,17 @@ def test_waiting_for_copies_ends_with_the_rank(tmp_path: Path) -> None:
     server.expect("one", tmp_path, [1])
     with pytest.raises(CheckpointError, match="ended before all copies were received"):
         server.wait(lambda: False)
+
+
+def test_server_continues_after_connections_that_cannot_be_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def fail_first(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_first)
+    assert receive(tmp_path) == ("", {1: PART}) and not failures

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from itertools import combinations
@@ -409,3 +410,20 @@ def test_copy_file_returns_the_error_of_sync(
     copy = local._CopyFile(tmp_path / "__1_0.distcp")
     copy.write(memoryview(b"abc"))
     assert f"{tmp_path} cannot be written (No space left on device). Free" in copy.close()
+
+
+def test_folder_of_another_user_in_a_shared_one_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "megalith-run-1"
+    root.mkdir()
+    local._check_owner(root)
+    monkeypatch.setattr(os, "geteuid", lambda: os.lstat(root).st_uid + 1)
+    local._check_owner(root)
+    tmp_path.chmod(0o1777)
+    with pytest.raises(OSError, match="it belongs to user"):
+        local._check_owner(root)
+    root.rmdir()
+    root.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="it belongs to user"):
+        local._check_owner(root)

@@ -60,7 +60,10 @@ def _load(
     return [entry.tensor for entry in entries[rank]], reads
 
 
-@pytest.mark.parametrize("world,buffer_mb", [(4, 0), (4, 256)])  # 0: one box in each round
+@pytest.mark.parametrize(
+    "world,buffer_mb",
+    [pytest.param(4, 0, marks=pytest.mark.slow), (4, 256)],  # 0: one box in each round
+)
 def test_replicas_read_each_byte_once(
     tmp_path: Path, tiny: SimpleNamespace, world: int, buffer_mb: int
 ) -> None:

@@ -2,6 +2,7 @@
 are global."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megalith.config.data import Sampler
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.data import loader as loader_file
 from megalith.data.loader import (
     Batch,
@@ -26,7 +27,7 @@ from megalith.data.sample import PackedSample, Sample
 from megalith.errors import DataError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import build_mesh
-from megalith.plan.batch_assignment import DocumentCost, TokenBudget
+from megalith.plan.batch_assignment import DocumentCost, MicrobatchCounts, TokenBudget
 from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.context import Slicing
 from megalith.plan.grid import model_grid
@@ -528,3 +529,27 @@ def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
         assert (step.imbalance or 0.0) == pytest.approx(0.0 if balanced else 2 * 144 / 180 - 1)
     assert sorted(results[0] + results[1]) == list(range(8, 16))
     assert sum(k % 2 for k in results[0]) == (2 if balanced else 0)
+
+
+def test_balanced_rows_have_weights_and_numbers_of_microbatches_of_their_own() -> None:
+    """Six rows are three full microbatches of one process, and two of unequal length on each of two
+    ranks, whose schedule accepts only even numbers."""
+    counts = MicrobatchCounts(pipeline=PipelineConfig(vpp=2), pp=2)
+    steps = []
+    for rank, size in product(range(2), (6, 10)):
+        group = replace(single_rank_group("dp"), rank=rank, ranks=(0, 1))
+        with patched(loader_file, "start_all_reduce_", lambda count, group: None):
+            settings = BatchSettings(
+                batch_schedule=constant_batch_size(size),
+                micro_batch_size=2,
+                cost=DocumentCost(0, 1),
+                balanced=True,
+                counts=counts,
+            )
+            loader = Loader(Talks(), settings, group, consumed=0, steps=1, device=CPU)
+        steps.append(loader.next())
+    for step, (num_filled, parts) in zip(
+        steps, 2 * [(4, [4 / 3, 2 / 3]), (6, [1.2, 1.2, 0.6, 0])], strict=True
+    ):
+        assert step.num_microbatches == num_filled
+        assert [batch.part for batch in step.microbatches] == pytest.approx(parts)

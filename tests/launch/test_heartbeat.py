@@ -277,6 +277,10 @@ def test_times_are_stored_by_number_of_ranks(tmp_path: Path) -> None:
         '{"4": []}',
         '{"4": {"step": {"passes": "x"}}}',
         '{"4": {"step": 1}}',
+        '{"4": {"step": {"passes": 20, "longest_seconds": Infinity}}}',
+        '{"4": {"step": {"passes": 20, "longest_seconds": 1e999}}}',
+        '{"4": {"step": {"passes": 20, "longest_seconds": 1' + 400 * "0" + "}}}",
+        100_000 * "[",
     ):
         path.write_text(damaged)
         assert read_times(path, 4) == {}, damaged
@@ -346,3 +350,10 @@ def test_heartbeat_is_written_without_a_system_call() -> None:
     assert _needs_no_system_call(record)
     assert reader.check(3).num_heartbeats == 1001, "the memory is shared with the child"
     assert not _needs_no_system_call(os.getppid), "the filter detects a system call"
+
+
+def test_section_that_begins_without_monitoring_ends_without_it() -> None:
+    heartbeat = RankHeartbeat()
+    with heartbeat.within("load"):
+        assert heartbeat.section == "load"
+    assert heartbeat.section is None

@@ -341,8 +341,17 @@ def test_a_run_without_events_or_steps_is_described() -> None:
         (event_row("steps", 1, 0.0, 1.0, first=3, last="x", seconds=1.0), "last is not a number"),
         (event_row("save", 1, 0.0, 1.0, seconds=-1.0), "seconds is not a duration"),
         (event_row("rollback", 1, 0.0, 1.0), "step is not a number"),
+        (event_row("save", 1, 0.0, float("inf"), seconds=1.0), "time is not a number"),
+        (event_row("steps", 1, 0.0, 1.0, first=1, last=10**400), "last is not a number"),
+        (event_row("saved", 1, 0.0, 1.0, blocked_seconds="x"), "blocked_seconds is not a duration"),
+        (event_row("error", 1, 0.0, 1.0, step=[3]), "step is not a number"),
         (event_row("of a later version", 1, 0.0, 1.0), ""),
     ],
 )
 def test_rows_that_cannot_be_used_are_described(row: dict[str, Any], problem: str) -> None:
     assert find_event_problem(row) == problem
+
+
+def test_save_without_duration_is_read() -> None:
+    report = compute_goodput([], [event_row("save", 1, 0.0, 1.0), event_row("drain", 1, 0.0, 2.0)])
+    assert report.causes["save"] == 0.0 and report.mean_save_seconds == 0.0

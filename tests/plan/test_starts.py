@@ -1,6 +1,7 @@
 """Starts of a run: crash loops lead to older tiers, older checkpoints and a rejection; hosts on
 which several starts fail are suspects."""
 
+import math
 import random
 from typing import Any
 
@@ -139,7 +140,12 @@ def test_a_host_named_by_faults_of_three_starts_is_a_suspect() -> None:
 def test_damaged_rows_are_described() -> None:
     missing = {"kind": "start", "start": 1}
     assert find_record_problem(missing) == "it lacks time"
-    assert "could not convert" in find_record_problem(start_row(1, time="soon"))
+    assert find_record_problem(start_row(1, time="soon")) == "time is not a number"
+    for number in (math.inf, math.nan, 10**400, True, None):
+        assert find_record_problem(start_row(1, step=number)) == "step is not a number"
+        assert find_record_problem(exit_row(1, code=number)) == "code is not a number"
+    for hosts in ([], "n1", None, 3):
+        assert find_record_problem(start_row(1, hosts=hosts)) == "hosts is not a list of names"
     assert find_record_problem({"kind": "exit", "start": 1, "time": 2}) == "it lacks cause"
     assert not find_record_problem(start_row(1)) and not find_record_problem(exit_row(1))
     assert not find_record_problem({"kind": "of a later version"})

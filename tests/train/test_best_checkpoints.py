@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megalith.checkpoint.commit import BestCheckpoints
 from megalith.checkpoint.manifest import list_complete_checkpoints
+from megalith.checkpoint.save import SaveReport
 from megalith.config.tree import Override
-from megalith.errors import ConfigError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.rules.run import check_run
 from megalith.testing.tiny import tiny_run
@@ -76,6 +80,7 @@ def test_checkpoint_with_lowest_loss_is_kept_beside_the_newest(
     assert saved_steps(tmp_path / "two") == [2, 5, 6]
 
 
+@pytest.mark.slow
 def test_highest_accuracy_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy = {"checkpoint.best_metric": "eval_acc"}
     train(tmp_path, monkeypatch, (0.1, 0.5, 0.4, 0.2, 0.2, 0.3), accuracy, metric="acc")
@@ -129,3 +134,32 @@ def test_rule_rejects_metrics_of_which_no_value_is_saved(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         check_run(tiny_run(SETTINGS | dict(changes)), 1)
+
+
+def test_checkpoint_stays_the_best_if_a_better_step_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = health.save_checkpoint
+
+    def fail_in_step_3(folder: Path, step: int, *arguments: Any, **options: Any) -> SaveReport:
+        if step == 3:
+            raise CheckpointError("the disk is full")
+        return save(folder, step, *arguments, **options)
+
+    monkeypatch.setattr(health, "save_checkpoint", fail_in_step_3)
+    train(tmp_path, monkeypatch, (5, 2, 1, 4, 4, 4))
+    assert saved_steps(tmp_path) == [2, 6]
+
+
+def test_metric_of_an_evaluation_that_is_due_in_other_steps_is_no_error(tmp_path: Path) -> None:
+    """`eval_code_loss` is not the validation's, although its name begins with `eval_`."""
+    checkpointer = health.Checkpointer(None, None, None)  # type: ignore[arg-type]  # not called
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(best_metric="eval_code_loss"), evaluate={"eval_code": None}
+    )
+    checkpointer._run = SimpleNamespace(config=config, step=3)  # type: ignore[assignment]
+    checkpointer._best = BestCheckpoints("eval_code_loss", 1)
+    checkpointer.after_evaluate({"eval": Result(2.0)}, {"eval_loss": 2.0})
+    assert checkpointer._evaluated is None
+    with pytest.raises(ConfigError, match=r"eval_code_loss: .* Use one of eval_code_acc"):
+        checkpointer.after_evaluate({"eval_code": Result(2.0, "acc")}, {"eval_code_acc": 2.0})

@@ -292,3 +292,9 @@ def test_flip_bit_is_its_own_inverse_for_each_dtype() -> None:
 def test_faults_that_a_run_cannot_have_are_rejected(fault: Mapping[str, object], text: str) -> None:
     settings = {f"fault_injector.{name}": str(value).lower() for name, value in fault.items()}
     assert run_problems(tiny_run(SHORT | settings), 1) == [text]
+
+
+def test_lines_that_a_kill_has_truncated_count_as_no_fault(tmp_path: Path) -> None:
+    file = tmp_path / "injected_faults.jsonl"
+    file.write_text('{"rank": 0}\n[]\n{"kind": "kill"}\nx\n{"rank": 0, "ki')
+    assert read_injected_faults(tmp_path, 0) == [{"rank": 0}]

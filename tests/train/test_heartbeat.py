@@ -19,6 +19,7 @@ from megalith.launch.heartbeat import (
 )
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run, tiny_yaml
+from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
@@ -145,3 +146,24 @@ def test_sections_of_a_run_follow_each_other(tmp_path: Path) -> None:
     times = read_times(folder.heartbeats, 1)
     assert times["step"].passes > 2 * 6, "one per microbatch, and three more"
     assert set(times) == {"start", "load", "step", "save", "evaluate"}
+
+
+class Uploads(Callback):
+    """Records the section of the heartbeat while results are uploaded."""
+
+    section: Section | None = None
+
+    def on_start(self, run: RunView) -> None:
+        self._heartbeat = run.prepared.heartbeat
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.section = self._heartbeat.section
+
+
+def test_end_of_a_run_does_not_belong_to_a_step(tmp_path: Path) -> None:
+    """Uploads after the last step may take longer than any step."""
+    uploads = Uploads()
+    run = tiny_run({"train.steps": "1", "train.eval_steps": "0"})
+    mesh, device = build_single_rank_mesh(), torch.device("cpu")
+    run_training(run, RunFolder(tmp_path), mesh, device, show=False, callbacks=[uploads])
+    assert uploads.section == "exit"

@@ -160,7 +160,7 @@ def read_skipped(path: Path) -> list[dict[str, Any]]:
     ("settings", "world", "samples"),
     [
         ({}, 1, (48, 96)),
-        (RAMP, 1, (24, 72)),
+        pytest.param(RAMP, 1, (24, 72), marks=pytest.mark.slow),
         pytest.param(DROPOUT, 1, (48, 96), marks=pytest.mark.slow),
         pytest.param(PACKED, 1, (48, 96), marks=pytest.mark.slow),
         pytest.param(FP16, 1, (48, 96), marks=pytest.mark.slow),

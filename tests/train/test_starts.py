@@ -16,6 +16,7 @@ import torch
 
 from megalith.checkpoint import local
 from megalith.cli.main import main
+from megalith.cli.train import RESTART_COUNTS, TrainCommand, _reset_attempts
 from megalith.errors import CheckpointError, DataError, RankError
 from megalith.launch.launcher import LAUNCHER, Failure
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -327,3 +328,39 @@ def test_the_launcher_records_a_killed_rank_and_the_next_start_continues(tmp_pat
     assert (first.exit.code, first.launcher is None, second.step) == (1, False, 4)
     assert (second.exit.cause, second.exit.code) == ("done", 0)
     assert main(["report", str(path), "--json"]) == 0
+
+
+def test_files_that_cannot_be_read_or_written_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "starts.jsonl").mkdir()
+    assert read_starts(tmp_path) == (
+        [],
+        [f"{tmp_path / 'starts.jsonl'} cannot be read (Is a directory)"],
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"--reset-attempts: .*starts\.jsonl cannot be written \(Is a directory\)\. Make it",
+    ):
+        reset_attempts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_reset"),
+    [
+        ({}, True),
+        ({"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, True),
+        ({"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ({"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+        ({"RANK": "0", "SLURM_RESTART_COUNT": "2"}, False),
+    ],
+)
+def test_attempts_are_reset_once_by_a_command_that_is_run_again_after_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_reset: bool
+) -> None:
+    for name in ("RANK", LAUNCHER, *RESTART_COUNTS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "starts.jsonl"
+    file.write_text("{}\n")
+    _reset_attempts(tiny_run(), TrainCommand(recipe="tiny", run=str(tmp_path)))
+    assert ("reset" in file.read_text()) == is_reset

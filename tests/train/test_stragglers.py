@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megalith.config.train import TrainRun
-from megalith.data.loader import Loader
+from megalith.data.loader import Loader, StepBatches
 from megalith.models.decoder import Decoder
+from megalith.observe.busy import BusyMeter
 from megalith.observe.flight import FlightRecorder
 from megalith.observe.metrics import read_metrics
 from megalith.optim.optimizers import AdamW
@@ -22,6 +24,8 @@ from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.train.callbacks import stragglers
+from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
@@ -96,6 +100,7 @@ def check_slow_rank(tmp_path: Path, section: str) -> None:
     assert row["slowest_rank"] == 1
 
 
+@pytest.mark.slow
 def test_slow_rank_is_reported_with_section_host_and_device(tmp_path: Path) -> None:
     check_slow_rank(tmp_path, "forward")
     share = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]["waiting_share"]
@@ -122,3 +127,28 @@ def test_comparison_can_be_turned_off(tmp_path: Path) -> None:
     mesh, folder = build_single_rank_mesh(), RunFolder(tmp_path / "run")
     run_training(tiny_run(settings), folder, mesh, torch.device("cpu"), show=False)
     assert all("slowest_rank" not in row for row in read_metrics(folder.metrics))
+
+
+@pytest.mark.parametrize("num_rows", [(2, 1), (1, 1)])
+def test_ranks_with_more_rows_than_others_are_no_stragglers(
+    monkeypatch: pytest.MonkeyPatch, num_rows: tuple[int, int]
+) -> None:
+    """A global batch that does not divide gives one rank twice the work."""
+    detector, lines = StragglerDetector(), []
+    train = SimpleNamespace(tokens_per_microbatch=None, balance_rows=False)
+    detector._run = SimpleNamespace(  # type: ignore[assignment]  # what a report needs of it
+        config=SimpleNamespace(train=train),
+        mesh=build_single_rank_mesh(),
+        device=torch.device("cpu"),
+        record_event=lambda event, fields: None,
+        log=lines.append,
+    )
+    detector._meter, detector._stages, detector._every = BusyMeter(torch.device("cpu")), [0, 0], 1
+    times = [({"forward": seconds}, 0.0, 3.0) for seconds in (2.0, 1.0)]
+    gathered = [(*each, float(rows)) for each, rows in zip(times, num_rows, strict=True)]
+    monkeypatch.setattr(stragglers, "gather_objects", lambda value, group: gathered)
+    finished = SimpleNamespace(step=1, batches=StepBatches([], 0))
+    for _ in range(3):
+        detector._step_seconds = [3.0]
+        detector._compare(finished)  # type: ignore[arg-type]  # what a report needs of it
+    assert len(lines) == (num_rows == (1, 1))

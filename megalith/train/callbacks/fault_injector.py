@@ -1,7 +1,6 @@
 """Fault injection: the callback that injects the fault of the settings into its own rank."""
 
 import ctypes
-import json
 import math
 import os
 import random
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megalith import storage
 from megalith.checkpoint.save import SaveReport
 from megalith.config.fault_injection import NUMERIC_KINDS, FaultInjectorConfig, FaultSection
 from megalith.data.loader import StepBatches
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.train.callbacks.base import Callback, Outcome, RunView
+from megalith.train.start_records import append_record, read_records
 
 INJECTED_FAULTS = "injected_faults.jsonl"
 """File of the run folder with one line for each injected fault, written before it occurs."""
@@ -169,7 +168,7 @@ class FaultInjector(Callback):
             "host": socket.gethostname(),
         }
         if fault.times or self.num_faults == 0:
-            storage.append_line(self._run.folder.path / INJECTED_FAULTS, json.dumps(line).encode())
+            append_record(self._run.folder.path / INJECTED_FAULTS, line)
         self.num_faults += 1
 
     def _random(self) -> random.Random:
@@ -219,12 +218,10 @@ class FaultInjector(Callback):
 
 
 def read_injected_faults(folder: Path, rank: int) -> list[dict[str, Any]]:  # Any: JSON
-    """Return the faults injected into a rank of a run, over all starts."""
-    try:
-        lines = (folder / INJECTED_FAULTS).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    return [fault for fault in map(json.loads, lines) if fault["rank"] == rank]
+    """Return the faults injected into a rank of a run, over all starts; lines that a kill has
+    truncated are left out."""
+    faults, _ = read_records(folder / INJECTED_FAULTS)
+    return [fault for fault in faults if fault.get("rank") == rank]
 
 
 def flip_bit(element: Tensor, choice: random.Random, bit: int | None = None) -> None:

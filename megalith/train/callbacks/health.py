@@ -138,6 +138,7 @@ class Checkpointer(Callback):
         self._saver: AsyncSaver | None = None
         self._restored: Mapping[str, Any] = {}  # Any: JSON
         self._best: BestCheckpoints | None = None
+        self._best_before: Mapping[int, float] = {}  # before the step that was saved last
         self._evaluated: tuple[int, float] | None = (
             None  # last step with best_metric, and its value
         )
@@ -171,12 +172,20 @@ class Checkpointer(Callback):
         value = metrics.get(name)
         if isinstance(value, int | float):
             self._evaluated = step, float(value)
-        elif suites := [suite for suite in results if name.startswith(f"{suite}_")]:
-            names = [*results[max(suites, key=len)].metrics(max(suites, key=len))]
+        elif self._best_suite in results:
+            names = [*results[self._best_suite].metrics(self._best_suite)]
             raise ConfigError(
                 f"checkpoint.best_metric={name}: the evaluation has no such number."
                 f"{did_you_mean(name, names)} Use one of {', '.join(names)}."
             )
+
+    @property
+    def _best_suite(self) -> str:
+        """Name of the evaluation that checkpoint.best_metric belongs to: of several names that it
+        begins with, the longest."""
+        metric = self._run.config.checkpoint.best_metric or ""
+        names = [VALIDATION, *self._run.config.evaluate]
+        return max((name for name in names if metric.startswith(f"{name}_")), key=len, default="")
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """Return the best values of checkpoint.best_metric."""
@@ -357,6 +366,7 @@ class Checkpointer(Callback):
             return None
         self._is_delayed = False
         if self._best is not None and self._evaluated is not None and self._evaluated[0] == step:
+            self._best_before = dict(self._best.values)
             self._best.add(*self._evaluated)
         entries = self.entries()
         state = self.collect_state(entries, callback_states)
@@ -493,6 +503,9 @@ class Checkpointer(Callback):
             return None
         if isinstance(result, CheckpointError):
             self._num_failures += 1
+            if self._best is not None and step in self._best.values:
+                # there is no checkpoint of the step, so the one that it replaced is kept
+                self._best.values = dict(self._best_before)
             if final or self._num_failures >= self._run.config.checkpoint.max_save_failures:
                 raise result
             self._run.log(f"the run continues without this checkpoint: {result}")

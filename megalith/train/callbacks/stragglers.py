@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megalith.data.loader import StepBatches
 from megalith.launch.watchdog import name_rank
 from megalith.observe.busy import WAITING, BusyMeter
 from megalith.observe.energy import describe_gpu_health
@@ -44,7 +45,7 @@ class StragglerDetector(Callback):
         grid = run.mesh.grid
         pp = grid.size("pp")
         # Stages have different layers; ranks of one stage compute the same.
-        self._work = [
+        self._stages = [
             grid.coordinates(rank)["pp"] if pp > 1 else 0 for rank in run.mesh.world.ranks
         ]
         self._measure(is_on=self._is_measured(run.step + 1))
@@ -83,26 +84,38 @@ class StragglerDetector(Callback):
             self._num_samples = finished.num_samples
             self._history.reset()
         if finished.step % self._every == 0:
-            self._compare(finished.step)
+            self._compare(finished)
         if self._run.is_logged(finished.step):
             metrics |= self._pending
             self._pending = {}
         self._measure(is_on=self._is_measured(finished.step + 1))
 
-    def _compare(self, step: int) -> None:
+    def _count_rows(self, batches: StepBatches) -> float:
+        """Return this rank's share of the rows of a step, relative to a microbatch; 0 if costs are
+        balanced over ranks, so that all of them have the same work."""
+        train = self._run.config.train
+        if train.tokens_per_microbatch is not None or train.balance_rows:
+            return 0.0
+        return round(sum(batch.part for batch in batches.microbatches), 6)
+
+    def _compare(self, finished: FinishedStep) -> None:
         """Gather the medians of all ranks and report stragglers. Collective."""
         steps = [dict(times) for times in self._meter.take() if times]
         waited = sum(times.pop(WAITING, 0.0) for times in steps)
         seconds = sum(self._step_seconds[-len(steps) :]) if steps else 0.0
         self._step_seconds.clear()
         world = self._run.mesh.world
-        gathered = gather_objects((compute_median_times(steps), waited, seconds), world)
+        num_rows = self._count_rows(finished.batches)
+        gathered = gather_objects((compute_median_times(steps), waited, seconds, num_rows), world)
         ranks = [each for each in gathered if isinstance(each, tuple)]
-        if not all(times for times, _, _ in ranks):
+        if not all(times for times, *_ in ranks):
             return
-        report = self._history.add([times for times, _, _ in ranks], self._work)
-        share = sum(each for _, each, _ in ranks) / sum(each for _, _, each in ranks)
-        busy = [sum(times.values()) for times, _, _ in ranks]
+        # ranks of a global batch that does not divide have different numbers of rows
+        kinds = [(stage, rank[3]) for stage, rank in zip(self._stages, ranks, strict=True)]
+        work = [sorted(set(kinds)).index(kind) for kind in kinds]
+        report = self._history.add([times for times, *_ in ranks], work)
+        share = sum(rank[1] for rank in ranks) / sum(rank[2] for rank in ranks)
+        busy = [sum(times.values()) for times, *_ in ranks]
         # all ranks wait for the slowest, each step
         excess = len(steps) * (max(busy) - statistics.median(busy))
         self._run.record_event("waiting", {"seconds": round(excess, 4)})
@@ -110,7 +123,7 @@ class StragglerDetector(Callback):
             "slowest_rank": world.ranks[report.slowest_rank],
             "waiting_share": round(min(1.0, share), 4),
         }
-        self._report(step, report)
+        self._report(finished.step, report)
 
     def _report(self, step: int, report: StragglerReport) -> None:
         """Log new stragglers with host and device. Collective if there are any."""
@@ -118,7 +131,7 @@ class StragglerDetector(Callback):
             return
         world = self._run.mesh.world
         devices = [str(each) for each in gather_objects(describe_device(self._run.device), world)]
-        self._log(step, report.slower_than_others, devices, "on the fastest rank of the same stage")
+        self._log(step, report.slower_than_others, devices, "on the fastest rank of the same work")
         first = f"in its first {self._every} steps"
         self._log(step, report.slower_than_before, devices, first)
 
