@@ -32,7 +32,8 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.callbacks.base import CallbackList
 from megalith.train.loop import RunState
-from megalith.train.replica_groups import ReplicaGroups, connect_coordinator
+from megalith.train.replica_group_settings import connect_coordinator
+from megalith.train.replica_groups import ReplicaGroups
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step

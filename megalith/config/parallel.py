@@ -138,8 +138,7 @@ class ParallelConfig:
     activation memory of one or more additional microbatches."""
 
     dp: Annotated[int | None, Ge(1), Le(MAX_RANKS)] = None
-    """Data-parallel size: ranks that process different rows of the batch. Unset: world size /
-    (tp · cp · pp)."""
+    """Data-parallel size: ranks with different rows. Unset: world size / (tp · cp · pp)."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: what is sharded over dp · cp ranks. 0: nothing; 1: optimizer state; 2: also

@@ -418,10 +418,10 @@ def test_failure_of_one_rank_is_raised_on_all_and_keeps_the_previous_one(
     ranks = tiny.cut(tiny.model(), 2, 1)
     write = save.write_boxes
 
-    def fail_on_1(staging: Path, rank: int, entries: Any) -> Any:
+    def fail_on_1(staging: Path, rank: int, entries: Any, *others: Any) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        return write(staging, rank, entries)
+        return write(staging, rank, entries, *others)
 
     monkeypatch.setattr(save, "write_boxes", fail_on_1)
     errors = run_threads(

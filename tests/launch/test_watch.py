@@ -174,7 +174,7 @@ def _stopped(rank: int, world: int, folder: Path) -> str:
 def test_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
     text = run_ranks(_stopped, 2, tmp_path)[0]
     assert text.startswith("rank 1 (dp=1) did not arrive")
-    assert "rank 1 (dp=1): does not answer: dead, stopped, or holding Python's lock" in text
+    assert "rank 1 (dp=1): does not answer: dead, stopped, or holding the GIL" in text
 
 
 class GoneStore(FileStore):

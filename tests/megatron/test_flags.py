@@ -365,6 +365,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "callbacks",
         "train.callbacks",
         "train.ema.decay",
+        "fault_detector.check_update_size",
         "train.exit_margin_minutes",
         "train.sigusr1_action",
         "train.ema.device",

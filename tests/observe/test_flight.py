@@ -177,7 +177,7 @@ def test_a_rank_that_does_not_answer_is_missing() -> None:
         {0: RankSnapshot(0, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], [])}, 2, timeout_seconds=0.5
     )
     assert reported.startswith("rank 1 did not arrive at all_reduce 0 over dp")
-    assert "  rank 1: does not answer: dead, stopped, or holding Python's lock" in reported
+    assert "  rank 1: does not answer: dead, stopped, or holding the GIL" in reported
 
 
 def test_deadlock_is_reported() -> None:

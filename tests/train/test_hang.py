@@ -74,7 +74,7 @@ def test_a_hanging_rank_ends_the_run_after_the_timeout_and_is_named(tmp_path: Pa
     _, output = train(tmp_path, "hang", {"parallel.timeout_seconds": "60"})
     first = next(line for line in output.splitlines() if "did not arrive" in line)
     assert first.startswith("rank 1 (dp=1) did not arrive at all_reduce ")
-    assert " over dp of int64 [2], at megalith/data/loader.py:" in first
+    assert " over dp of int64 [4], at megalith/data/loader.py:" in first
     assert "in hang < " in output, "where the missing rank is"
     assert "megalith/train/loop.py:" in output
     assert "Traceback" not in output

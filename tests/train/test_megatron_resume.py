@@ -101,7 +101,10 @@ def test_load_mode_all_continues_like_the_uninterrupted_run(
     source = write()
     train(tmp_path / "b", {"checkpoint.load": str(source), "checkpoint.load_mode": "all"})
     assert_equal_tensors(saved(tmp_path / "b"), saved(uninterrupted))
-    assert saved(tmp_path / "b").state == saved(uninterrupted).state
+    states = [dict(saved(path).state) for path in (tmp_path / "b", uninterrupted)]
+    for state in states:
+        del state["callbacks"]  # the fault detector has not seen the steps in Megatron
+    assert states[0] == states[1]
     output = " ".join(capsys.readouterr().out.split())
     for text in (
         "iter_0000004 at step 4 with its optimizer state: 48 samples consumed, schedule at sample "

@@ -29,10 +29,10 @@ from megalith.launch.rounds import (
     CONTROL,
     MAX_MESSAGE,
     SERVED_STORE,
-    LeaveRound,
     OpenedSockets,
     RestartClient,
     Round,
+    RoundFailure,
     decode_message,
     encode_message,
 )
@@ -83,7 +83,7 @@ def assign_rounds(control: socket.socket, rank: int, world: int) -> None:
         place = Round(number, rank, world, "a fault" if number else "")
         control.send(encode_message(place))
         message = decode_message(control.recv(MAX_MESSAGE))
-        while not isinstance(message, LeaveRound):
+        while not isinstance(message, RoundFailure):
             message = decode_message(control.recv(MAX_MESSAGE))
         assert message.number == number
         number += 1

@@ -85,7 +85,10 @@ def test_schedule_of_the_run_is_checked() -> None:
     assert (report.name, report.num_ranks, report.num_microbatches) == ("1f1b", 2, 6)
     assert check_run_schedule(tiny_run(), 2) is None
     wrong = replace(run, parallel=replace(run.parallel, pipeline=PipelineConfig(vpp=2, group=4)))
-    refused = check_run_schedule(replace(wrong, train=replace(run.train, micro_batch_size=4)), 2)
+    padded = check_run_schedule(replace(wrong, train=replace(run.train, micro_batch_size=4)), 2)
+    assert padded is not None and padded.ok and padded.num_microbatches == 4, "one is empty"
+    gpipe = replace(run.parallel, pipeline=PipelineConfig(vpp=2, schedule="gpipe"))
+    refused = check_run_schedule(replace(run, parallel=gpipe), 2)
     assert refused is not None and not refused.ok
 
 
