@@ -94,15 +94,16 @@ def test_body_limit_of_the_option_applies(limited: Server) -> None:
 
 
 def test_full_queue_is_429_with_retry_after(limited: Server) -> None:
-    running = [post_in_thread(limited, LONG | {"n": 2}) for _ in range(2)]
-    wait_for_load(limited, 3)  # a waiting request has one sequence until its prompt is processed
-    response = limited.post(COMPLETIONS, LONG)
-    assert response.status_code == 429 and response.headers["retry-after"] == "1"
-    assert "the queue is full" in response.json()["error"]["message"]
     url = f"{limited.url}/v1"
     with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+        client.models.list()  # connects, which would take a part of the time of the requests
+        running = [post_in_thread(limited, LONG | {"n": 2}) for _ in range(2)]
+        wait_for_load(limited, 3)  # a waiting request has one sequence until its prompt is read
+        response = limited.post(COMPLETIONS, LONG)
         with pytest.raises(openai.RateLimitError):
             client.completions.create(model="run", prompt="x")
+    assert response.status_code == 429 and response.headers["retry-after"] == "1"
+    assert "the queue is full" in response.json()["error"]["message"]
     for thread, responses in running:
         thread.join()
         assert [len(choice["text"]) > 0 for choice in responses[0].json()["choices"]] == [True] * 2
