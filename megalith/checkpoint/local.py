@@ -901,10 +901,7 @@ def _read_padded(path: Path, stored: StoredBox) -> memoryview:
     """Return the bytes of a box; zeros, whose hash differs, where they cannot be read."""
     try:
         data = storage.mapped(path / stored.file, stored.offset, stored.nbytes)
-    except (
-        OSError,
-        ValueError,
-    ):  # mmap raises ValueError if the file was truncated after it was opened
+    except (OSError, ValueError):  # mmap raises ValueError for a truncated file
         data = memoryview(b"")
     return data if len(data) == stored.nbytes else memoryview(bytes(stored.nbytes))
 
