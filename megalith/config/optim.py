@@ -12,6 +12,13 @@ MAX_LOSS_SCALE = 2.0**64
 """Maximum loss scale. Heuristic: the product with a gradient of 1 still fits fp32 and bf16."""
 
 
+UpdateRuleName = Literal["adamw", "sgd", "lion", "muon", "soap", "adafactor"]
+"""Names of the built-in update rules."""
+
+ElementwiseRuleName = Literal["adamw", "sgd", "lion"]
+"""Names of the built-in update rules that work on any slice of a parameter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
     """Parameter group: parameters, selected by name, with their own learning rate or weight decay.
@@ -46,19 +53,146 @@ class GroupConfig:
     weight_decay_scale: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Factor applied to the weight decay, instead of `weight_decay`. Unset: 1."""
 
+    kind: UpdateRuleName | None = None
+    """Update rule of the group. Unset: optim.kind for matrices, optim.scalar_optimizer for other
+    parameters."""
+
     @property
     def sets_rate(self) -> bool:
         """Whether the group sets or scales the learning rate."""
         return (self.lr, self.lr_scale) != (None, None)
 
 
+CoefficientSet = Literal["quintic", "simple", "polar_express", "cans", "deepseek_v4", "aol"]
+"""Names of the sets of Newton-Schulz coefficients (megalith.optim.newton_schulz)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionConfig:
+    """Lion: update by the sign of an interpolation of momentum and gradient.
+
+    Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    """
+
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Weight of the momentum in the sign of the update."""
+
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.98
+    """Decay rate of the momentum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig:
+    """Muon: momentum, orthogonalized by Newton-Schulz steps for each matrix.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale: Liu et al. 2025,
+    arXiv:2502.16982.
+    """
+
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay rate of the momentum, an average of the gradients."""
+
+    nesterov: bool = True
+    """Orthogonalize an interpolation of momentum and gradient (Nesterov) instead of the
+    momentum."""
+
+    coefficients: CoefficientSet | tuple[tuple[float, float, float], ...] = "quintic"
+    """Newton-Schulz coefficients: a named set, or a list of triples, one per step. polar_express,
+    cans and deepseek_v4 repeat the last triple, the others start again."""
+
+    ns_steps: Annotated[int, Ge(1), Le(100), Example(5)] = 5
+    """Number of Newton-Schulz steps."""
+
+    scale: Literal["spectral", "unit_rms", "shape"] = "spectral"
+    """Scale of the update of a matrix (out, in). spectral: sqrt(max(out, in)); unit_rms:
+    sqrt(out / in); shape: sqrt(max(1, out / in))."""
+
+    factor: Annotated[float, Gt(0), Le(1e3), Example(0.2)] = 0.2
+    """Factor of the scale. 0.2 with spectral matches the update RMS of AdamW, so that its learning
+    rate and weight decay can be reused."""
+
+    split: Literal["matrices", "heads", "fused"] = "matrices"
+    """What is orthogonalized. matrices: q, k, v, o, gate, up, down and each expert separately;
+    heads: attention's projections per head; fused: k with v, and gate with up."""
+
+    second_moment: Literal["normuon", "adamuon"] | None = None
+    """Second moment of the orthogonalized update: one per neuron (normuon, arXiv:2510.05491) or
+    per element (adamuon, arXiv:2507.11005). Unset: none."""
+
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay rate of the second moment."""
+
+    eps: Annotated[float, Gt(0), Le(1.0)] = 1e-8
+    """Epsilon of the second moment."""
+
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of the Newton-Schulz steps and of the pieces sent. Unset: bf16 with precision.params
+    bf16 or fp16, else the dtype of the parameters."""
+
+    clip_grad: bool = True
+    """Count the gradients of Muon's matrices in the global norm, and clip them. Off: they are
+    neither counted nor clipped, because their update has unit size whatever the gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoapConfig:
+    """SOAP: Adam in the eigenbasis of Shampoo's factors. Source: Vyas et al. 2024,
+    arXiv:2409.11321, algorithm 3."""
+
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay rate of the first moment."""
+
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay rate of the second moment."""
+
+    shampoo_beta: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay rate of the factors G G^T and G^T G."""
+
+    eps: Annotated[float, Gt(0), Le(1.0)] = 1e-8
+    """Epsilon added to the square root of the second moment."""
+
+    precondition_frequency: Annotated[int, Ge(1), Example(10)] = 10
+    """Number of updates between two refreshes of the eigenbases."""
+
+    max_precondition_dim: Annotated[int, Ge(1), Example(8192)] = 8192
+    """Dimensions above this are not rotated."""
+
+    kl: bool = False
+    """Weight each factor by the inverse eigenvalues of the other (KL-Shampoo,
+    arXiv:2509.03378)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdafactorConfig:
+    """Adafactor, with factored second moments. Source: Shazeer and Stern 2018, arXiv:1804.04235,
+    algorithm 4."""
+
+    beta2_decay: Annotated[float, Ge(-1), Lt(0), Example(-0.8)] = -0.8
+    """Exponent of the decay rate of the second moment at update t: 1 - t ** beta2_decay."""
+
+    eps1: Annotated[float | None, Gt(0), Le(1.0)] = None
+    """Added to the mean of squared gradients. Unset: the epsilon of the dtype of the master
+    weights."""
+
+    eps2: Annotated[float, Gt(0), Le(1e3)] = 1e-3
+    """Smallest RMS of the weights by which the learning rate is multiplied."""
+
+    d: Annotated[float, Ge(1), Le(1e3)] = 1.0
+    """Largest RMS of an update before the learning rate; larger updates are scaled down."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
     """Optimizer (with fp32 master weights for lower-precision weights) and gradient clipping."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer. adamw: Loshchilov and Hutter 2017, arXiv:1711.05101; sgd: SGD with momentum and
-    L2 weight decay."""
+    kind: UpdateRuleName = "adamw"
+    """Update rule. adamw: Loshchilov and Hutter 2017, arXiv:1711.05101; sgd: SGD with momentum and
+    L2 weight decay; lion, muon, soap, adafactor: see their sections. The last three are for
+    matrices; other parameters then use `scalar_optimizer`."""
+
+    scalar_optimizer: ElementwiseRuleName | None = None
+    """Update rule of embedding tables, heads, routers, adapters and vectors. Unset: `kind` if it is
+    adamw, sgd or lion, otherwise adamw."""
 
     plugin: str | None = None
     """Optimizer of another package, built as Class(weights, optim, rates) like
@@ -84,8 +218,24 @@ class OptimConfig:
     nesterov: bool = False
     """sgd: use Nesterov momentum. Source: Sutskever et al. 2013, section 2."""
 
+    lion: LionConfig = field(default_factory=LionConfig)
+    """Settings of lion."""
+
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Settings of muon."""
+
+    soap: SoapConfig = field(default_factory=SoapConfig)
+    """Settings of soap."""
+
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    """Settings of adafactor."""
+
     clip_grad: Annotated[float, Ge(0), Le(1e30)] = 1.0
     """Gradient clipping: maximum global L2 norm of the gradient. 0 turns clipping off."""
+
+    grad_norm_skip_threshold: Annotated[float | None, Gt(0), Le(1e30), Example(100.0)] = None
+    """Gradient norm above which a step is skipped: weights and optimizer state do not change, and
+    the step is counted as skipped. Unset: none."""
 
     nonfinite_grad: Literal["skip", "raise"] = "skip"
     """Handling of a NaN or infinite gradient norm. skip: skip the update and count the step;

@@ -1,129 +1,20 @@
 """Optimizers (AdamW, SGD), gradient clipping by the global norm, and loss scaling for fp16."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megalith.config.optim import LossScaleConfig, OptimConfig, PrecisionConfig
-from megalith.observe.machine import DTYPES
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.mesh import Mesh
-from megalith.plan.parameters import PLAIN, ParameterRates
-from megalith.plan.shards import Shard, is_first_replica
-
-RatesOf = Callable[[Shard], ParameterRates]
-"""Factors of the optimizer's settings for a parameter."""
-
-
-def equal_rates(shard: Shard) -> ParameterRates:
-    """Return equal rates for all parameters."""
-    return PLAIN
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSlot:
-    """One parameter shard with its optimizer state."""
-
-    shard: Shard
-    weight: Tensor
-    """The shard of the model's parameter, in the model's dtype."""
-
-    master: Tensor
-    """Master weights in fp32 or float64; the weights themselves if they have this precision."""
-
-    state: Mapping[str, Tensor]
-    """Optimizer state by role, in the dtype of the master weights."""
-
-    rates: ParameterRates = PLAIN
-    """Factors of the optimizer's settings for this parameter."""
-
-
-class Optimizer(Protocol):
-    """Interface of optimizers over parameter shards; every rank has the slots of the shards it
-    owns."""
-
-    slots: list[OptimizerSlot]
-    updates: int
-    """Number of updates so far."""
-
-    def step(
-        self,
-        gradients: Sequence[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        scale: Tensor | None = None,
-        groups: Mapping[str, GroupRates] = NO_GROUPS,
-    ) -> None:
-        """Update every weight once, from one gradient per slot.
-
-        `scale` multiplies the gradients first, which may be overwritten; None leaves them.
-        `groups`: rates of parameter groups by name, which replace `lr` and `weight_decay`.
-        """
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
-
-
-def build_slot(
-    shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
-) -> OptimizerSlot:
-    """Return a slot whose optimizer state is zero, in the dtype of the master weights."""
-    master = weight if shard.dtype == shard.wide_dtype else weight.to(DTYPES[shard.wide_dtype])
-    return OptimizerSlot(
-        shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates
-    )
-
-
-def round_master_weights(slots: Sequence[OptimizerSlot]) -> None:
-    """Copy the master weights into the weights, where these have lower precision."""
-    low_precision = [slot for slot in slots if slot.master is not slot.weight]
-    if low_precision:
-        torch._foreach_copy_(
-            [slot.weight for slot in low_precision], [slot.master for slot in low_precision]
-        )
-
-
-class SlotGroup(NamedTuple):
-    """Slots with the same learning rate and weight decay."""
-
-    slots: list[OptimizerSlot]
-    gradients: list[Tensor]
-    lr: float
-    weight_decay: float
-
-
-def group_by_rates(
-    slots: Sequence[OptimizerSlot],
-    gradients: Sequence[Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[SlotGroup]:
-    """Group slots and gradients by learning rate and weight decay; those with weight decay come
-    first."""
-    groups_of_slots = []
-    for decays in (True, False):
-        indices_by_rates: dict[ParameterRates, list[int]] = {}
-        for number, slot in enumerate(slots):
-            if (slot.shard.inputs > 0 or slot.rates.vector_decays) == decays:
-                indices_by_rates.setdefault(slot.rates, []).append(number)
-        for rates, indices in indices_by_rates.items():
-            decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
-            groups_of_slots.append(
-                SlotGroup(
-                    [slots[i] for i in indices],
-                    [gradients[i] for i in indices],
-                    (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr,
-                    decay * rates.decay if decays else 0.0,
-                )
-            )
-    return groups_of_slots
+from megalith.optim.slots import Optimizer as Optimizer
+from megalith.optim.slots import OptimizerSlot, RatesOf, build_slot, equal_rates, group_by_rates
+from megalith.optim.slots import SlotGroup as SlotGroup
+from megalith.optim.slots import find_first_replicas as find_first_replicas
+from megalith.optim.slots import round_master_weights
+from megalith.plan.shards import Shard
 
 
 class RateGroupOptimizer:
@@ -322,11 +213,6 @@ start of each shard. A shard that starts at a multiple of ROW in its parameter h
 full parameter; shards of weights that are stored contiguously for one matmul may start elsewhere,
 so that the sum depends on the sharding by fp32 rounding (measured: below 1e-8 of the sum, from 5000
 normal numbers on). A full matrix summed in fp32 is off by 8e-5 (4M elements; torch 2.13)."""
-
-
-def find_first_replicas(shards: Iterable[Shard], mesh: Mesh) -> frozenset[str]:
-    """Return the names of the shards of which this rank has the first replica."""
-    return frozenset(shard.name for shard in shards if is_first_replica(shard, mesh.coordinates))
 
 
 def first_replica_gradients(
