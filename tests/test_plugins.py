@@ -34,8 +34,8 @@ from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
 from megalith.observe.metrics import read_metrics
-from megalith.optim.optimizers import SGD
 from megalith.optim.schedule import ScheduleLengths, learning_rate
+from megalith.optim.sgd import SGD
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.costs import num_parameters
 from megalith.plan.layers import LAYER_KINDS
