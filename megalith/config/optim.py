@@ -340,7 +340,13 @@ class PrecisionConfig:
 
 def optim_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:
     """Return the violated rules of optimizer and precision as error messages."""
-    return _momentum_problems(optim) + _loss_scale_problems(optim, precision)
+    problems = _momentum_problems(optim) + _loss_scale_problems(optim, precision)
+    if optim.muon.dtype is not None and precision.params == "fp64":
+        problems.append(
+            f"optim.muon.dtype={optim.muon.dtype} with precision.params=fp64, which is for "
+            "verification. Remove optim.muon.dtype."
+        )
+    return problems
 
 
 def _momentum_problems(optim: OptimConfig) -> list[str]:

@@ -26,7 +26,7 @@ class AdamW:
         self.config = config
 
     def update(
-        self, slots: Sequence[OptimizerSlot], gradients: Sequence[Tensor], scalars: UpdateScalars
+        self, slots: Sequence[OptimizerSlot], gradients: list[Tensor], scalars: UpdateScalars
     ) -> None:
         """Update the weights of slots with equal scalars."""
         c, scale = replace(self.config, eps=self.config.eps * scalars.eps_factor), scalars.scale
@@ -42,7 +42,7 @@ class AdamW:
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
         fused(
             [slot.master for slot in slots],
-            list(gradients),
+            gradients,
             [slot.state["exp_avg"] for slot in slots],
             [slot.state["exp_avg_sq"] for slot in slots],
             [],

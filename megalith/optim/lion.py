@@ -23,7 +23,7 @@ class Lion:
         self.config = config.lion
 
     def update(
-        self, slots: Sequence[OptimizerSlot], gradients: Sequence[Tensor], scalars: UpdateScalars
+        self, slots: Sequence[OptimizerSlot], gradients: list[Tensor], scalars: UpdateScalars
     ) -> None:
         """Update the weights of slots with equal scalars; overwrites the gradients."""
         lr, master_weights = scalars.lr, [slot.master for slot in slots]

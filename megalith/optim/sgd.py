@@ -23,7 +23,7 @@ class SGD:
         self.roles: tuple[str, ...] = ("momentum",) if config.momentum else ()
 
     def update(
-        self, slots: Sequence[OptimizerSlot], gradients: Sequence[Tensor], scalars: UpdateScalars
+        self, slots: Sequence[OptimizerSlot], gradients: list[Tensor], scalars: UpdateScalars
     ) -> None:
         """Update the weights of slots with equal scalars; overwrites the gradients."""
         momentum, master_weights = self.config.momentum, [slot.master for slot in slots]

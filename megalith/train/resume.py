@@ -1016,7 +1016,7 @@ def _reject_other_update_rule(
     if "warn" in (run.checkpoint.missing_keys, run.checkpoint.unexpected_keys):
         return
     stored: dict[str, list[str]] = {}
-    for key in saved.keys():
+    for key in saved.manifest.tensors:
         if is_moment(key):
             _, role, name = key.split(".", 2)
             stored.setdefault(name, []).append(role)

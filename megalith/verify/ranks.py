@@ -739,6 +739,8 @@ def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Itera
     def select(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x for name, x in tensors.items() if name not in last.others}
 
+    if not last.weights:  # torch.optim has none of the update rules
+        return
     yield _tensors("weights against torch.optim", select(_assemble(result.weights)), last.weights)
     moments = {
         name: tensor
