@@ -1,5 +1,5 @@
-"""Muon: momentum, orthogonalized by Newton-Schulz iteration for each matrix, with the second moments
-of NorMuon and AdaMuon."""
+"""Muon: momentum, orthogonalized by Newton-Schulz iteration, with the second moments of
+NorMuon and AdaMuon."""
 
 import math
 from collections.abc import Mapping, Sequence
