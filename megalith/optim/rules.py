@@ -64,8 +64,9 @@ class MatrixRule(Protocol):
     ) -> list[Tensor]:
         """Update the states of the slices; return the slice of the matrix to send of each slot."""
 
-    def message_dtype(self, wide: torch.dtype) -> torch.dtype:
-        """Return the dtype in which pieces are sent; `wide`: dtype of the master weights."""
+    def message_dtype(self, params: torch.dtype) -> torch.dtype:
+        """Return the dtype in which pieces are sent; `params`: dtype of the weights, not of the
+        master weights."""
 
     def matrix_state_shapes(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of each state of one matrix that is stored on its assigned rank."""
@@ -90,13 +91,7 @@ class MatrixPiece(NamedTuple):
     """Rectangular piece of one matrix that a rank holds."""
 
     index: int
-    """Number of the matrix among all matrices of the call, from 0."""
-
-    rows: int
-    """Rows of the whole matrix."""
-
-    columns: int
-    """Columns of the whole matrix."""
+    """Number of the matrix among all matrices of the call, from 0; its shape is `shapes[index]`."""
 
     row_start: int
     """First row of the piece."""
@@ -133,13 +128,14 @@ class SummedRule(Protocol):
         self,
         pieces: Sequence[MatrixPiece],
         scalars: UpdateScalars,
-        num_matrices: int,
+        shapes: Sequence[tuple[int, int]],
         all_reduce: Callable[[Tensor], None],
+        device: torch.device,
     ) -> None:
-        """Update pieces of `num_matrices` matrices.
+        """Update pieces of matrices of these (rows, columns), equal on every rank.
 
-        `all_reduce` sums a tensor in place over the ranks that hold pieces; every rank makes the
-        same calls, also without a piece.
+        `all_reduce` sums a tensor on `device` in place over the ranks that hold pieces; every rank
+        makes the same calls, also without a piece.
         """
 
 

@@ -1,0 +1,148 @@
+"""Orthogonalization of matrices by Newton-Schulz iteration, and its named sets of coefficients."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Triple = tuple[float, float, float]
+"""Coefficients (a, b, c) of one step: X <- a X + (b A + c A^2) X with A = X X^T."""
+
+SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Jordan et al. 2024, kellerjordan.github.io/posts/muon."""
+
+COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = {
+    "simple": (SIMPLE,),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.875, -1.25, 0.375),
+    ),
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    "deepseek_v4": (SIMPLE,) * 8 + ((2.0, -1.5, 0.5),),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
+}
+"""Triples of each set, one per step. polar_express: Amsel et al. 2025, arXiv:2505.16932; cans:
+Grishina et al. 2025, arXiv:2506.10935."""
+
+REPEAT_LAST = frozenset({"polar_express", "cans", "deepseek_v4"})
+"""Sets whose last triple is repeated in further steps; the others start again."""
+
+EPS = 1e-7
+"""Smallest norm by which a matrix is divided, as in torch.optim.Muon: a zero matrix gives zero."""
+
+
+def select_coefficients(coefficients: str | Sequence[Triple], num_steps: int) -> list[Triple]:
+    """Return the triples of `num_steps` steps, from a named set or a list, which starts again.
+
+    >>> select_coefficients([(2.0, -1.5, 0.5), (1.5, -0.5, 0.0)], 3)
+    [(2.0, -1.5, 0.5), (1.5, -0.5, 0.0), (2.0, -1.5, 0.5)]
+    """
+    if isinstance(coefficients, str):
+        triples: Sequence[Triple] = COEFFICIENT_SETS[coefficients]
+        if coefficients in REPEAT_LAST:
+            last = len(triples) - 1
+            return [triples[min(step, last)] for step in range(num_steps)]
+    else:
+        triples = coefficients
+    return [triples[step % len(triples)] for step in range(num_steps)]
+
+
+def orthogonalize(matrices: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """Return matrices [b, m, n] with singular values near 1 and the singular vectors of the input.
+
+    Every matrix is divided by its Frobenius norm; then each step multiplies its singular values s
+    by a + b s^2 + c s^4. The result has the dtype of the input, in which the steps are computed.
+    """
+    return _orthogonalize(matrices, coefficients, _iterate)
+
+
+def orthogonalize_by_gram(matrices: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """Return the result of `orthogonalize`, computed with matrices [m, m], m <= n.
+
+    The product Q of the steps' polynomials is computed from A = X X^T, and multiplied with X once.
+    16-bit matrices use fp32 for A and Q, and start again from Q X after two steps, because the
+    small eigenvalues of A are lost to rounding.
+    """
+    return _orthogonalize(matrices, coefficients, _iterate_gram)
+
+
+Iteration = Callable[[Tensor, Sequence[Triple]], Tensor]
+"""Applies the steps to normalized matrices [m, n] or [b, m, n], m <= n, which may be
+overwritten."""
+
+
+def _orthogonalize(matrices: Tensor, coefficients: Sequence[Triple], iterate: Iteration) -> Tensor:
+    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    wide = matrices / norms.to(matrices.dtype).clamp(min=EPS)
+    transposed = matrices.shape[-2] > matrices.shape[-1]
+    if transposed:
+        wide = wide.mT
+    if iterates_singly(wide):
+        directions = torch.stack([iterate(matrix, coefficients) for matrix in wide])
+    else:
+        directions = iterate(wide, coefficients)
+    return directions.mT if transposed else directions
+
+
+def iterates_singly(matrices: Tensor) -> bool:
+    """Return whether matrices [b, m, n] are multiplied one at a time."""
+    return matrices.shape[0] == 1
+
+
+def _iterate(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """Apply the steps in dtype and buffers of x."""
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    gram = x.new_empty(*x.shape[:-1], x.shape[-2])
+    polynomial = torch.empty_like(gram)
+    result = x.new_empty(x.shape)
+    for a, b, c in coefficients:
+        torch.matmul(x, x.mT, out=gram)
+        multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        multiply_add(x, polynomial, x, beta=a, out=result)
+        x, result = result, x
+    return x
+
+
+STEPS_PER_GRAM = 2
+"""Steps of 16-bit matrices from one Gram matrix: with more, small singular values are lost."""
+
+
+def _iterate_gram(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    if x.dtype in (torch.bfloat16, torch.float16):
+        for first in range(0, len(coefficients), STEPS_PER_GRAM):
+            steps = coefficients[first : first + STEPS_PER_GRAM]
+            x = _iterate_gram(x.float(), steps).to(x.dtype)
+        return x
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    gram, product = x @ x.mT, None
+    for number, (a, b, c) in enumerate(coefficients):
+        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = polynomial if product is None else polynomial @ product
+        if number < len(coefficients) - 1:
+            gram = polynomial @ gram @ polynomial
+    return x if product is None else product @ x
