@@ -1,6 +1,5 @@
 """Translate batches, steps, precision, optimizer, schedules and folders to our settings."""
 
-import math
 import re
 from collections.abc import Sequence
 
@@ -480,9 +479,7 @@ def translate_optimizer(draft: Draft) -> None:
     """Translate the optimizer, gradient clipping, precision and the handling of NaN gradients."""
     translate_update_rule(draft)
     draft.copy("--clip-grad")
-    threshold = draft.arguments.value("--grad-norm-skip-threshold")
-    if threshold is not None and math.isfinite(threshold):
-        draft.copy("--grad-norm-skip-threshold")
+    draft.copy("--grad-norm-skip-threshold")
     if draft.arguments.value("--log-num-zeros-in-grad"):
         draft.put("--log-num-zeros-in-grad", "optim.count_zeros", True)
     _translate_decoupled_lr(draft)

@@ -90,7 +90,7 @@ class MatrixRule(Protocol):
 class MatrixPiece(NamedTuple):
     """Rectangular piece of one matrix that a rank holds."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     """Number of the matrix among all matrices of the call, from 0; its shape is `shapes[index]`."""
 
     row_start: int
