@@ -323,15 +323,15 @@ def _print_sections(
 
 def _group_entries(root: type, prefix: str = "") -> list[tuple[str, str]]:
     """Return every group of settings, including nested ones, with the first clause of its
-    description."""
+    description. Nested groups that are described by one word, the name of a method, are left to
+    `--help` of the group around them."""
     entries = []
     for name, hint in field_types(root).items():
         if (section := find_section_type(hint)) is not None:
             path = join_path(prefix, name)
-            entries += [
-                (path, _first_clause(_summary(section), end="[.;:,]")),
-                *_group_entries(section, path),
-            ]
+            text = _first_clause(_summary(section), end="[.;:,]")
+            entries += [(path, text)] if not prefix or " " in text else []
+            entries += _group_entries(section, path)
     return entries
 
 

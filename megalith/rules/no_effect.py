@@ -383,12 +383,12 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         ("optim.beta1", "optim.beta2", "optim.eps", "optim.decoupled_weight_decay"),
         lambda run, world: not run.optim.uses("adamw"),
-        "they belong to adamw, which updates no parameter",
+        "they belong to optim.kind=adamw, which no parameter uses",
     ),
     Unused(
         ("optim.momentum",),
         lambda run, world: not run.optim.uses("sgd"),
-        "it belongs to sgd, which updates no parameter",
+        "it belongs to optim.kind=sgd, which no parameter uses",
     ),
     Unused(
         ("precision.loss_scale",),
