@@ -1,22 +1,26 @@
 """Speed and memory of `convert`, beside a plain copy of the same files.
 
     python benchmarks/convert.py [--gigabytes 2.0] [--rounds 5]
+    python benchmarks/convert.py --only megatron
 
 A Llama of random bf16 weights in a Hugging Face folder becomes a checkpoint, and the checkpoint a
 folder again; a GPT-2 goes the same way, whose tensors are transposed. The peer copies the folder's
 files and waits until they are on disk, as both of ours do. The figures: median of the paired ratios
 of speed (bar: 0.5), and the peak of a process of its own beyond what it holds before (bar: 1.3
 times the largest tensor plus 1 GiB). Loading the folder into a model's weights, as training does,
-is shown beside reading the bytes of its files (no bar).
+is shown beside reading the bytes of its files (no bar). A checkpoint with master weights and
+moments becomes a Megatron checkpoint and that one a checkpoint again (bars: 0.5 and 1.25 GiB).
 """
 
 import argparse
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +28,7 @@ import torch
 from paired import take_turns, times_as_fast
 
 from megalith.checkpoint.format import CheckpointEntry
+from megalith.cli.main import main as run_cli
 from megalith.config.model import ModelConfig
 from megalith.hf.convert import convert
 from megalith.hf.families import GPT2, LLAMA
@@ -32,9 +37,11 @@ from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import parameters
 from megalith.plan.shards import Box
+from megalith.testing.tiny import tiny_yaml
 
 SPEED_BAR = 0.5
 MEMORY_BAR = 1.3  # times the largest tensor, and a GiB
+MEGATRON_MEMORY_BAR = 1.25  # GiB
 GIB = 2**30
 
 
@@ -79,13 +86,13 @@ def gpt2_config(like: ModelConfig) -> dict[str, object]:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """The peer: every file, on the disk when it returns."""
+    """Copy every file, the peer; they are on the disk when it returns."""
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for file in source.iterdir():
-        shutil.copyfile(file, target / file.name)
-        with (target / file.name).open("rb") as copied:
-            os.fsync(copied.fileno())
+    shutil.copytree(source, target, copy_function=shutil.copyfile)
+    for file in target.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as copied:
+                os.fsync(copied.fileno())
 
 
 def convert_to(kind: str, source: Path, target: Path) -> None:
@@ -126,6 +133,11 @@ def peak_bytes(kind: str, source: Path, target: Path) -> int:
 
 def once(kind: str, source: Path, target: Path) -> None:
     """Convert and print the growth of this process's peak."""
+    if kind.startswith("command-"):
+        before = held_bytes("VmRSS")
+        convert_by_command(kind.removeprefix("command-"), source, target)
+        print(held_bytes("VmHWM") - before)
+        return
     opened = open_pretrained(source)
     before = held_bytes("VmRSS")
     convert(opened, target, kind)  # type: ignore[arg-type]  # one of the two kinds
@@ -181,6 +193,68 @@ def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool
     return met
 
 
+def train_one_step(folder: Path) -> Path:
+    """Train 67M parameters in bf16 for one step; return the checkpoint, with master weights and
+    moments (0.94 GB)."""
+    settings = {
+        "model.vocab_size": "32768",
+        "model.hidden_size": "768",
+        "model.num_layers": "6",
+        "model.num_heads": "12",
+        "model.num_kv_heads": "12",
+        "model.ffn_hidden_size": "2048",
+        "precision.params": "bf16",
+        "schedule.warmup_steps": "0",
+        "train.steps": "1",
+        "checkpoint.every": "1",
+    }
+    file = tiny_yaml(folder / "tiny.yaml", settings)
+    run_command("train", str(file), "--run", str(folder / "run"))
+    (checkpoint,) = (folder / "run").rglob("step_*")
+    return checkpoint
+
+
+def run_command(*words: str) -> None:
+    """Run a command of ours in this process."""
+    with redirect_stdout(io.StringIO()):
+        code = run_cli(list(words))
+    if code:
+        sys.exit(f"megalith {' '.join(words)} ended with {code}")
+
+
+def convert_by_command(to: str, source: Path, target: Path) -> None:
+    """Convert with the command, in this process."""
+    shutil.rmtree(target, ignore_errors=True)
+    run_command("convert", str(source), str(target), "--to", to)
+
+
+def measure_megatron(folder: Path, rounds: int) -> bool:
+    """Print ratios and peaks of conversions to and from Megatron; return whether all bars are
+    met."""
+    checkpoint = train_one_step(folder)
+    exported = folder / "megatron"
+    convert_by_command("megatron", checkpoint, exported)
+    cases = (("megatron", checkpoint), ("megalith", exported))
+    contenders: dict[str, Callable[[], object]] = {
+        "copy": partial(copy_files, checkpoint, folder / "copy")
+    }
+    for to, source in cases:
+        contenders[to] = partial(convert_by_command, to, source, folder / f"to-{to}")
+    seconds = take_turns(contenders, rounds=rounds, warmup=1).seconds
+    nbytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    is_met = True
+    for to, source in cases:
+        ratio = times_as_fast(seconds[to], seconds["copy"])
+        peak = peak_bytes(f"command-{to}", source, folder / "peak") / GIB
+        print(
+            f"checkpoint with optimizer state, {nbytes / 1e9:.1f} GB to {to}: {ratio} of the speed "
+            f"of a copy (bar {SPEED_BAR}); peak {peak:.2f} GiB (bar {MEGATRON_MEMORY_BAR})",
+            flush=True,
+        )
+        is_met &= ratio.median >= SPEED_BAR and peak <= MEGATRON_MEMORY_BAR
+    return is_met
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparisons; 1 when a bar is missed."""
     parser = argparse.ArgumentParser(
@@ -188,16 +262,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("huggingface", "megatron"))
     parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.once:
         once(options.once[0], Path(options.once[1]), Path(options.once[2]))
         return 0
     with tempfile.TemporaryDirectory() as name:
+        families = () if options.only == "megatron" else (LLAMA, GPT2)
         met = [
-            measure(family, Path(name), options.gigabytes, options.rounds)
-            for family in (LLAMA, GPT2)
+            measure(family, Path(name), options.gigabytes, options.rounds) for family in families
         ]
+        if options.only != "huggingface":
+            shutil.rmtree(name)
+            Path(name).mkdir()
+            met.append(measure_megatron(Path(name), options.rounds))
     return 0 if all(met) else 1
 
 

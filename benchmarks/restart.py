@@ -1,13 +1,14 @@
 """Time from a killed rank to the next finished step: restart in place against a job restart.
 
-    python benchmarks/restart.py                  4 ranks, each killed in turn, with spare processes
+    python benchmarks/restart.py                  4 ranks, each killed in turn, with 4 warm spares
     python benchmarks/restart.py --spares 0       new processes replace dead ranks
     python benchmarks/restart.py --rounds 3 --json
 
 Each round trains the same run once per way, in an order drawn anew, and kills every rank in turn
 with SIGKILL, rank 0 included, after the same steps. The time is measured from the kill to the end
 of the first step that finishes after it. Losses of all runs are compared bitwise with those of a
-run without faults. A job restart is `megalith train --restarts`, without its delays.
+run without faults. A job restart is `megalith train --restarts`, without its delays. The kills
+follow each other within seconds, faster than used spares are replaced, so there is one for each.
 """
 
 import argparse
@@ -126,7 +127,7 @@ def main() -> None:
     """Measure and print the ratio; exit with 1 if it exceeds the bar."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--spares", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
