@@ -100,17 +100,11 @@ def _orthogonalize(matrices: Tensor, coefficients: Sequence[Triple], iterate: It
     wide = matrices / norms.to(matrices.dtype).clamp(min=EPS)
     transposed = matrices.shape[-2] > matrices.shape[-1]
     if transposed:
-        wide = wide.mT
-    if iterates_singly(wide):
-        directions = torch.stack([iterate(matrix, coefficients) for matrix in wide])
-    else:
-        directions = iterate(wide, coefficients)
+        wide = wide.mT.contiguous()  # torch multiplies batches of transposed bf16 matrices slowly
+    directions = (
+        iterate(wide[0], coefficients)[None] if len(wide) == 1 else iterate(wide, coefficients)
+    )
     return directions.mT if transposed else directions
-
-
-def iterates_singly(matrices: Tensor) -> bool:
-    """Return whether matrices [b, m, n] are multiplied one at a time."""
-    return matrices.shape[0] == 1
 
 
 def _iterate(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
