@@ -70,8 +70,8 @@ class Muon:
     ) -> Tensor:
         """Return the orthogonalized matrices [b, rows, columns], divided by the roots of their
         second moments."""
-        directions = orthogonalize(matrices, self.coefficients)
         c = self.config
+        directions = orthogonalize(matrices, self.coefficients, gram=c.newton_schulz == "gram")
         match c.second_moment:
             case "normuon":
                 return scale_neurons(directions, states["neuron_square"], beta2=c.beta2, eps=c.eps)
