@@ -110,6 +110,11 @@ class ObserveConfig:
     max_logit: bool = False
     """Log the largest logit of each step; always logged with train.z_loss."""
 
+    grad_norm_by_group: bool = False
+    """Log the gradient norm before clipping of embedding tables and head, attention, MLPs, MoE
+    layers and norms, as grad_norm_embedding, grad_norm_attention, grad_norm_mlp,
+    grad_norm_experts and grad_norm_norms."""
+
     per_layer: bool = False
     """Log metrics of experts per layer: aux losses, entropy, idle experts, dropped tokens, the
     range of expert biases, and tokens per expert."""

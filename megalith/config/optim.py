@@ -4,7 +4,7 @@ scaling."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from megalith.config.fields import Example, Ge, Gt, Le, Lt
 
@@ -199,9 +199,13 @@ class OptimConfig:
     adamw, sgd or lion, otherwise adamw."""
 
     plugin: str | None = None
-    """Optimizer of another package, built as Class(weights, optim, rates) like
-    megalith.optim.optimizers.SGD: an installed entry point, or on the command line
-    package.module:name. Unset: `kind`."""
+    """Update rule of another package instead of `kind`, a class that is built as Class(optim) like
+    megalith.optim.sgd.SGD: an installed entry point, or on the command line package.module:name.
+    Unset: `kind`."""
+
+    # Any: plain data; a dict has no hash, and runs are keys of caches
+    plugin_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of the plug-in, whose class defines and checks them in its attribute Config."""
 
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """adamw: decay rate of the first moment."""
@@ -262,6 +266,16 @@ class OptimConfig:
     decayed_vectors: tuple[str, ...] = ()
     """Names or patterns of vectors (norm weights, biases) that have weight decay. All other
     vectors have none."""
+
+    def uses(self, rule: UpdateRuleName) -> bool:
+        """Return whether some setting names this update rule; optim.plugin replaces `kind`."""
+        named = {group.kind for group in self.groups} | {self.scalar_optimizer}
+        if self.plugin is None:
+            named |= {self.kind}
+        needs_default = self.kind not in get_args(ElementwiseRuleName)
+        if self.plugin is None and self.scalar_optimizer is None and needs_default:
+            named |= {"adamw"}
+        return rule in named
 
     def trains(self, parameter: str) -> bool:
         """Return whether a parameter, given by its canonical name, is trained."""
@@ -330,12 +344,18 @@ class PrecisionConfig:
 
 def optim_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:
     """Return the violated rules of optimizer and precision as error messages."""
-    return _momentum_problems(optim) + _loss_scale_problems(optim, precision)
+    problems = _momentum_problems(optim) + _loss_scale_problems(optim, precision)
+    if optim.muon.dtype is not None and precision.params == "fp64":
+        problems.append(
+            f"optim.muon.dtype={optim.muon.dtype} with precision.params=fp64, which is for "
+            "verification. Remove optim.muon.dtype."
+        )
+    return problems
 
 
 def _momentum_problems(optim: OptimConfig) -> list[str]:
     problems = []
-    if optim.nesterov and optim.kind != "sgd":
+    if optim.nesterov and not optim.uses("sgd"):
         problems.append(
             f"optim.nesterov={str(optim.nesterov).lower()} needs optim.kind=sgd, but "
             f"optim.kind={optim.kind}. "

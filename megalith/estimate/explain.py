@@ -29,6 +29,7 @@ from megalith.plan.layers.embedding import head_flops
 from megalith.plan.layers.moe import layer_mixture
 from megalith.plan.parameters import held_parameters
 from megalith.plan.simulate import even_costs, simulate
+from megalith.plan.update_rules import count_slice_states, rule_of
 from megalith.rules.moe import router_text
 
 LISTED = 8
@@ -412,7 +413,15 @@ def state_bytes(workload: Workload, numel: int) -> int:
     zero=2."""
     run, ranks = workload.run, workload.expert_shards
     width, zero = WIDTHS[run.precision.params], run.parallel.zero
-    moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind] * width.sums
+    rule = next(
+        (
+            rule_of(one.name, int(one.matrix), run.optim)
+            for one in held_parameters(run.model)
+            if ".experts." in one.name and one.matrix
+        ),
+        "",
+    )
+    moments = count_slice_states(run.optim, rule) * width.sums
     unsharded = width.value + (0 if zero == 2 else width.sums)
     average = width.sums if has_ema_on_device(run) else 0
     sharded = width.master + moments + average + (width.sums if zero == 2 else 0)

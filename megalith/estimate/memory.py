@@ -39,6 +39,7 @@ from megalith.plan.layers.base import (
 from megalith.plan.parameters import distinct_ranks
 from megalith.plan.schedule import SENDS, Direction, Kind, concurrent_actions, neighbor
 from megalith.plan.stages import Stage, stage_boundary
+from megalith.plan.update_rules import count_slice_states, rule_of
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a gradient element sent with parallel.reduce_dtype."""
@@ -270,9 +271,8 @@ def _state(
         one.numel * (width.value if one.counts else width.sums) for one in frozen
     )
     if zero == 3:
-        buffer = gradients = num_local = sum(
-            _sharded_numel(workload, one, sharer) for one in trained_parameters
-        )
+        local = [_sharded_numel(workload, one, sharer) for one in trained_parameters]
+        buffer = gradients = sum(local)
         unbuffered_bytes = sum(
             _sharded_numel(workload, one, sharer) * (width.value if one.counts else width.sums)
             for one in frozen
@@ -289,18 +289,21 @@ def _state(
             sum(n // s for n, s in zip(lengths, slices, strict=True)) if zero == 2 else buffer
         )
         ranks = [numbers[trained_parameters[bucket.members[0]].grid] for bucket in plan.buckets]
-        num_local = sum(
-            part.stop - part.start
-            for part in local_bucket_parts(plan, list(zip(ranks, slices, strict=True)))
-        )
+        local = [0] * len(trained_parameters)
+        for part in local_bucket_parts(plan, list(zip(ranks, slices, strict=True))):
+            local[part.number] = part.stop - part.start
         if zero == 0:
-            num_local = sum(one.numel for one in trained_parameters)
-    states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
+            local = [one.numel for one in trained_parameters]
+    num_local = sum(local)
+    states = sum(
+        count * count_slice_states(run.optim, rule_of(one.name, int(one.matrix), run.optim))
+        for count, one in zip(local, trained_parameters, strict=True)
+    )
     return RankMemory(
         weights=width.value * buffer + unbuffered_bytes,
         gradients=width.sums * gradients,
         master=width.master * num_local,
-        moments=width.sums * states * num_local,
+        moments=width.sums * states,
         ema=width.sums * num_local if has_ema_on_device(run) else 0,
         activations=0,
         loss=0,

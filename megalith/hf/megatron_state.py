@@ -156,15 +156,18 @@ def describe_optimizer_problems(run: TrainRun) -> list[str]:
     setting."""
     advice = "Pass --weights-only to write the weights without optimizer state."
     problems = []
-    if run.optim.plugin is not None or run.optim.kind != "adamw":
-        name, value = (
-            ("plugin", run.optim.plugin)
-            if run.optim.plugin is not None
-            else ("kind", run.optim.kind)
-        )
+    optim = run.optim
+    other_rules = {
+        "optim.plugin": optim.plugin,
+        "optim.kind": optim.kind,
+        "optim.scalar_optimizer": optim.scalar_optimizer,
+        **{f"optim.groups[{group.name}].kind": group.kind for group in optim.groups},
+    }
+    setting = next((name for name, rule in other_rules.items() if rule not in ("adamw", None)), "")
+    if setting:
         problems.append(
-            f"optim.{name}={value}: Megatron's distributed optimizer stores the moments of Adam "
-            f"only. {advice}"
+            f"{setting}={other_rules[setting]}: Megatron's distributed optimizer stores the "
+            f"moments of Adam only. {advice}"
         )
     if run.schedule.plugin is not None:
         problems.append(

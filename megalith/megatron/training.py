@@ -8,6 +8,7 @@ from megalith.config.fields import Plain
 from megalith.config.train import is_suite_name
 from megalith.errors import ConfigError, PlanError
 from megalith.megatron.parse import Draft
+from megalith.megatron.update_rules import add_parameter_group, translate_update_rule
 from megalith.plan.batch_schedule import (
     BatchSizeSchedule,
     constant_batch_size,
@@ -465,8 +466,6 @@ def _translate_retention(draft: Draft) -> None:
 
 # --- optimizer and precision
 
-_ADAM = ("--adam-beta1", "--adam-beta2", "--adam-eps")
-_COUPLED = "--no-decoupled-weight-decay"
 _LOSS_SCALE = (
     "--initial-loss-scale",
     "--min-loss-scale",
@@ -478,8 +477,9 @@ _LOSS_SCALE = (
 
 def translate_optimizer(draft: Draft) -> None:
     """Translate the optimizer, gradient clipping, precision and the handling of NaN gradients."""
-    _translate_update(draft)
+    translate_update_rule(draft)
     draft.copy("--clip-grad")
+    draft.copy("--grad-norm-skip-threshold")
     if draft.arguments.value("--log-num-zeros-in-grad"):
         draft.put("--log-num-zeros-in-grad", "optim.count_zeros", True)
     _translate_decoupled_lr(draft)
@@ -511,7 +511,7 @@ def _translate_decoupled_lr(draft: Draft) -> None:
     elif min_lr is not None:
         group["min_lr"] = min_lr
         draft.report("already", min_flag, f"is part of the parameter group of {flag}")
-    draft.put(flag, "optim.groups", [group])
+    add_parameter_group(draft, flag, group)
 
 
 def _translate_decayed_vectors(draft: Draft) -> None:
@@ -533,28 +533,6 @@ def _translate_decayed_vectors(draft: Draft) -> None:
         draft.put(flag, "optim.decayed_vectors", names)
     for flag in given[1:]:
         draft.report("already", flag, f"has the same meaning as {given[0]}")
-
-
-def _translate_update(draft: Draft) -> None:
-    arguments, kind = draft.arguments, str(draft.arguments.value("--optimizer"))
-    unused: tuple[str, ...] = ()
-    other = "adam" if kind == "sgd" else "sgd"
-    if kind == "sgd":
-        draft.put("--optimizer", "optim.kind", "sgd")
-        draft.copy("--sgd-momentum")
-        unused = (*_ADAM, _COUPLED)
-    elif kind == "adam":
-        for flag in _ADAM:
-            draft.copy(flag)
-        if arguments.value(_COUPLED):
-            draft.put(_COUPLED, "optim.decoupled_weight_decay", False)
-        unused = ("--sgd-momentum",)
-    else:
-        text = "not implemented: optimizers other than AdamW and SGD. Use adam or sgd"
-        draft.report("not mapped", "--optimizer", text, "model")
-    for flag in unused:
-        if arguments.given(flag):
-            draft.report("already", flag, f"takes effect only with --optimizer {other}")
 
 
 def _translate_precision(draft: Draft) -> None:

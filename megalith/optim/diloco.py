@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.replica_group import DeltaDtype, DilocoConfig
-from megalith.optim.optimizers import OptimizerSlot, round_master_weights
+from megalith.optim.slots import OptimizerSlot, round_master_weights
 from megalith.plan.diloco import find_fragment
 
 START, MOMENTUM, RESIDUAL = "outer_start", "outer_momentum", "outer_residual"

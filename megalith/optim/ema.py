@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.train import EMAConfig
-from megalith.optim.optimizers import OptimizerSlot
+from megalith.optim.slots import OptimizerSlot
 
 EMA = "ema"
 """Role of the averages in a checkpoint."""

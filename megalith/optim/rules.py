@@ -42,7 +42,7 @@ class ElementwiseRule(Protocol):
     """Names of the states, each with the shape of the slice."""
 
     def update(
-        self, slots: Sequence[OptimizerSlot], gradients: Sequence[Tensor], scalars: UpdateScalars
+        self, slots: Sequence[OptimizerSlot], gradients: list[Tensor], scalars: UpdateScalars
     ) -> None:
         """Update master weights and states of slots from one gradient per slot, which may be
         overwritten."""
@@ -60,7 +60,7 @@ class MatrixRule(Protocol):
     """Names of the states with the shape of the slice, such as momentum."""
 
     def prepare(
-        self, slots: Sequence[OptimizerSlot], gradients: Sequence[Tensor], scalars: UpdateScalars
+        self, slots: Sequence[OptimizerSlot], gradients: list[Tensor], scalars: UpdateScalars
     ) -> list[Tensor]:
         """Update the states of the slices; return the slice of the matrix to send of each slot."""
 
@@ -90,7 +90,7 @@ class MatrixRule(Protocol):
 class MatrixPiece(NamedTuple):
     """Rectangular piece of one matrix that a rank holds."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     """Number of the matrix among all matrices of the call, from 0; its shape is `shapes[index]`."""
 
     row_start: int

@@ -56,15 +56,20 @@ class Optimizer(Protocol):
         weight_decay: float,
         scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
+        unclipped_scale: Tensor | None = None,
     ) -> None:
         """Update every weight once, from one gradient per slot.
 
         `scale` multiplies the gradients first, which may be overwritten; None leaves them.
-        `groups`: rates of parameter groups by name, which replace `lr` and `weight_decay`.
+        `unclipped_scale`: the same for slots whose gradients are not clipped. `groups`: rates of
+        parameter groups by name, which replace `lr` and `weight_decay`.
         """
 
     def set_updates(self, updates: int) -> None:
         """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
+
+    def list_matrix_states(self) -> list[tuple[Shard, str, Tensor]]:
+        """Return the states of whole matrices on this rank: shard, role and tensor."""
 
 
 def build_slot(

@@ -13,10 +13,12 @@ from megalith.errors import did_you_mean
 from megalith.plan.frozen import first_trained_layer, trained_names, with_adapters
 from megalith.plan.layers.base import HeldParameter
 from megalith.plan.parameters import (
+    TABLES,
     ParameterRates,
     held_parameters,
     mup_factors,
 )
+from megalith.plan.update_rules import rule_of
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -35,13 +37,15 @@ def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) 
 def parameter_rates(
     model: ModelConfig, optim: OptimConfig, name: str, inputs: int
 ) -> ParameterRates:
-    """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's
-    factors."""
+    """Return the update rule and the rates of a parameter with `inputs` input dims: of its groups,
+    times muP's factors."""
     rate, decay = _find_groups(optim.groups, name, _rate), _find_groups(optim.groups, name, _decay)
-    return mup_factors(model, optim.kind, name, inputs)._replace(
+    rule = rule_of(name, inputs, optim)
+    return mup_factors(model, rule, name, inputs)._replace(
         lr_of=rate[0].name if rate else "",
         decay_of=decay[0].name if decay else "",
         vector_decays=inputs == 0 and matches_any_pattern(name, optim.decayed_vectors),
+        rule=rule,
     )
 
 
@@ -56,12 +60,36 @@ def parameter_rows(run: TrainRun) -> Iterator[dict[str, Plain]]:
         decay = rates.decay if one.matrix or rates.vector_decays else 0.0
         yield row | {
             "trained": True,
+            "rule": rates.rule,
             "lr": rates.lr_of or "schedule",
             "lr_factor": rates.lr,
             "eps_factor": rates.eps,
             "weight_decay": rates.decay_of or "schedule",
             "weight_decay_factor": decay,
         }
+
+
+GRAD_NORM_GROUPS = ("embedding", "attention", "mlp", "experts", "norms")
+"""Groups of parameters whose gradient norms are logged (observe.grad_norm_by_group)."""
+
+
+def find_grad_norm_group(name: str) -> int:
+    """Return the number of the group in `GRAD_NORM_GROUPS` that a parameter belongs to.
+
+    MoE layers, with their routers, are experts; the output head is part of embedding.
+
+    >>> names = "head.weight", "layers.0.attention.q_norm.weight", "layers.0.moe.router"
+    >>> [GRAD_NORM_GROUPS[find_grad_norm_group(name)] for name in names]
+    ['embedding', 'norms', 'experts']
+    """
+    parts = name.split(".")
+    if name in (*TABLES, "head.weight"):
+        return 0
+    if len(parts) > 1 and parts[-2].endswith("norm"):
+        return 4
+    if "moe" in parts:
+        return 3
+    return 1 if "attention" in parts or "cross" in parts else 2
 
 
 # --- rules
@@ -182,10 +210,10 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
             f"{where}.match={list(group.match)} fits no parameter. Use one or more names, such "
             "as embed.weight."
         )
-    if not any(_rate(group)) and not any(_decay(group)):
+    if not any(_rate(group)) and not any(_decay(group)) and group.kind is None:
         yield (
-            f"{where} with match={list(group.match)} has no effect. Set {where}.lr or "
-            f"{where}.weight_decay."
+            f"{where} with match={list(group.match)} has no effect. Set {where}.lr, "
+            f"{where}.weight_decay or {where}.kind."
         )
     for value, scale, rest in (
         ("lr", "lr_scale", "min_lr"),
@@ -270,12 +298,13 @@ def _without_effect(
 def _decays(one: HeldParameter, optim: OptimConfig, model: ModelConfig) -> bool:
     """Return whether weight decay applies to a parameter."""
     vector = not one.matrix and not matches_any_pattern(one.name, optim.decayed_vectors)
-    return not vector and mup_factors(model, optim.kind, one.name, int(one.matrix)).decay > 0
+    return not vector and mup_factors(model, "", one.name, int(one.matrix)).decay > 0
 
 
 def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -> Iterator[str]:
     """Yield pairs of groups that set different values for the same parameter."""
-    for what, decides in (("learning rate", _rate), ("weight decay", _decay)):
+    quantities = ("learning rate", _rate), ("weight decay", _decay), ("update rule", _kind)
+    for what, decides in quantities:
         for one, other in combinations([group for group in groups if any(decides(group))], 2):
             both = next(
                 (
@@ -315,7 +344,11 @@ def _decay(group: GroupConfig) -> Decided:
     )
 
 
-def _typed(field: str, value: float | None) -> str:
+def _kind(group: GroupConfig) -> Decided:
+    return (_typed("kind", group.kind),)
+
+
+def _typed(field: str, value: float | str | None) -> str:
     return "" if value is None else f"{field}={value}"
 
 

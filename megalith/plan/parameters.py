@@ -117,6 +117,9 @@ EMBEDDINGS = ("embed.weight", "positions.weight")
 TABLES = (*EMBEDDINGS, "relative.weight")
 """Parameters that are looked up, not multiplied with."""
 
+PER_MATRIX_RULES = ("muon", "soap", "adafactor")
+"""Built-in update rules that need whole matrices, or sums over them."""
+
 STACKED = ("kv", "kv_bias", "gate_up", "gate_up_bias")
 """Parameters that stack two matrices of the same shape."""
 
@@ -145,6 +148,9 @@ class ParameterRates(NamedTuple):
 
     vector_decays: bool = False
     """Whether weight decay applies although the parameter is a vector."""
+
+    rule: str = ""
+    """Update rule of the parameter; empty: that of optim.kind or optim.scalar_optimizer."""
 
 
 PLAIN = ParameterRates()
@@ -184,9 +190,9 @@ def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
     return math.prod(shape[-inputs:]), math.prod(outputs)
 
 
-def mup_factors(model: ModelConfig, optimizer: str, name: str, inputs: int) -> ParameterRates:
-    """Return muP's factors for learning rate and eps of a parameter with this many input dims; 1
-    for adapters.
+def mup_factors(model: ModelConfig, rule: str, name: str, inputs: int) -> ParameterRates:
+    """Return muP's factors for learning rate and eps of a parameter with this update rule and this
+    many input dims; 1 for adapters and for parameters of a per-matrix rule.
 
     Embeddings with an `embedding_init_std` of their own have no weight decay. Source: Yang et al.
     2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
@@ -196,9 +202,10 @@ def mup_factors(model: ModelConfig, optimizer: str, name: str, inputs: int) -> P
         name in EMBEDDINGS and model.embedding_init_std is not None,
     )
     plain = ParameterRates(decay=0.0) if has_own_std else PLAIN
-    if m == 1 or name.rsplit(".", 1)[1] in ("lora_a", "lora_b"):
+    is_adapter = name.rsplit(".", 1)[1] in ("lora_a", "lora_b")
+    if m == 1 or is_adapter or rule in PER_MATRIX_RULES:
         return plain
     hidden = inputs > 0 and name not in (*TABLES, "head.weight")
-    if optimizer == "sgd":
+    if rule == "sgd":
         return plain if hidden else plain._replace(lr=m)
     return ParameterRates(lr=1 / m, eps=1 / m) if hidden else plain

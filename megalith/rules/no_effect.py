@@ -382,13 +382,13 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         ("optim.beta1", "optim.beta2", "optim.eps", "optim.decoupled_weight_decay"),
-        lambda run, world: run.optim.kind == "sgd",
-        "they belong to optim.kind=adamw, and it is sgd",
+        lambda run, world: not run.optim.uses("adamw"),
+        "they belong to adamw, which updates no parameter",
     ),
     Unused(
         ("optim.momentum",),
-        lambda run, world: run.optim.kind != "sgd",
-        "it belongs to optim.kind=sgd, and it is adamw",
+        lambda run, world: not run.optim.uses("sgd"),
+        "it belongs to sgd, which updates no parameter",
     ),
     Unused(
         ("precision.loss_scale",),

@@ -44,6 +44,7 @@ from megalith.plan.schedule import SPLIT_SCHEDULES, pairing_problems, schedule_n
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.shards import fully_sharded_problems
 from megalith.plan.stages import plan_stages, select_rank_stages, stages_problems
+from megalith.plan.update_rules import update_rule_problems
 from megalith.rules.model import relation_problems
 from megalith.rules.moe import check_single_expert_weight, expert_layout_problems
 
@@ -125,6 +126,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         problems += ema_problems(run)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
+        problems += update_rule_problems(run.optim, run.model, run.lora)
         problems += dump_problems(run)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
@@ -700,7 +702,10 @@ def check_best_metric(run: TrainRun, world: int) -> str | None:
 
 def check_weight_decay(run: TrainRun, world: int) -> str | None:
     """A step of decoupled weight decay does not increase weights."""
-    schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
+    schedule, decoupled = (
+        run.schedule,
+        run.optim.kind != "adamw" or run.optim.decoupled_weight_decay,
+    )
     names = {
         "weight_decay": schedule.weight_decay,
         "end_weight_decay": schedule.end_weight_decay or 0.0,

@@ -14,6 +14,7 @@ import torch
 from megalith import storage
 from megalith.checkpoint.commit import set_aside_damaged
 from megalith.checkpoint.format import MANIFEST, CheckpointEntry, folder_name
+from megalith.checkpoint.keys import is_moment
 from megalith.checkpoint.load import (
     Checkpoint,
     find_latest,
@@ -73,6 +74,7 @@ from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.replica_groups import SINGLE_GROUP, GroupShare
 from megalith.plan.rollback import advance
+from megalith.plan.update_rules import describe_rule_change
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.storage import StoragePath
 from megalith.train.run_folder import (
@@ -782,6 +784,10 @@ class PreparedRun:
         entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
         if not _has_outer_state(saved):
             entries = [entry for entry in entries if entry.role not in OUTER_ROLES]
+        if not resets_optimizer:
+            raise_on_all_ranks(
+                lambda: _reject_other_update_rule(saved, entries, run), self.mesh.world
+            )
         # list_changed_settings has compared the model with that of a local checkpoint.
         saved_run = (
             None
@@ -997,3 +1003,34 @@ def build_checked_tokenizer(run: TrainRun) -> Tokenizer:
             "more."
         )
     return tokenizer
+
+
+def _reject_other_update_rule(
+    saved: Checkpoint, entries: Sequence[CheckpointEntry], run: TrainRun
+) -> None:
+    """Check that the optimizer states of a checkpoint are those of the run's update rules.
+
+    Raises:
+        CheckpointError: a parameter has the states of another rule; names both.
+    """
+    if "warn" in (run.checkpoint.missing_keys, run.checkpoint.unexpected_keys):
+        return
+    stored: dict[str, list[str]] = {}
+    for key in saved.manifest.tensors:
+        if is_moment(key):
+            _, role, name = key.split(".", 2)
+            stored.setdefault(name, []).append(role)
+    needed: dict[str, list[str]] = {}
+    inputs: dict[str, int] = {}
+    for entry in entries:
+        name = entry.shard.name
+        needed.setdefault(name, [])
+        inputs.setdefault(name, entry.shard.inputs)
+        if is_moment(entry.key):
+            needed[name].append(entry.role)
+    for name, roles in needed.items():
+        others = [role for role in stored.get(name, ()) if role not in OUTER_ROLES]
+        roles = [role for role in roles if role not in OUTER_ROLES]
+        text = describe_rule_change(name, inputs[name], roles, sorted(others), run.optim)
+        if text:
+            raise CheckpointError(f"{saved.path}: {text}")

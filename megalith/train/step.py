@@ -15,21 +15,24 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch, StepBatches
 from megalith.errors import CallbackError, DataError
 from megalith.observe.timers import Timers
-from megalith.optim.diloco import OuterOptimizer
-from megalith.optim.ema import WeightEMA
-from megalith.optim.optimizers import (
-    LossScale,
-    Optimizer,
+from megalith.optim.clip import (
     clip_factor,
     first_replica_gradients,
     num_zeros,
     sum_of_squares,
+    sum_of_squares_by_group,
 )
+from megalith.optim.diloco import OuterOptimizer
+from megalith.optim.ema import WeightEMA
+from megalith.optim.loss_scale import LossScale
 from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.optim.slots import Optimizer
 from megalith.parallel.grad_sync import GradSync, ShardedParam, sum_bits
 from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.fault_policy import RankGradients, SampleShift, StepRun, plan_sample_shift
+from megalith.plan.param_groups import GRAD_NORM_GROUPS, find_grad_norm_group
+from megalith.plan.shards import Shard
 from megalith.train.forward_backward import (
     PipelineModel,
     StepLogitStats,
@@ -74,6 +77,10 @@ class Trainer:
     """Names of the parameters of which this rank has the first replica, which counts in the
     gradient norm."""
 
+    unclipped: frozenset[str] = frozenset()
+    """Names of the parameters whose gradients are neither clipped nor counted in the norm
+    (optim.muon.clip_grad)."""
+
     weight_updates: Sequence[WeightUpdate] = ()
     """Applied in this order after each optimizer step, such as the update of the expert bias."""
 
@@ -100,8 +107,10 @@ class Trainer:
 
 
 StepStatsMessage = Tensor
-"""float64 [2 + losses + requests + 3]: sum of squares and zeros of the gradients, losses, number of
-ranks with each kind of request, `SaveCounts`, number of ranks that lost a replica group."""
+"""float64 [2 + other sums + losses + requests + 3]: sum of squares and zeros of the gradients,
+other sums of squares (of gradients that are not clipped, if there are any; of each group with
+observe.grad_norm_by_group), losses, number of ranks with each kind of request, `SaveCounts`,
+number of ranks that lost a replica group."""
 
 
 class SaveCounts(NamedTuple):
@@ -185,6 +194,13 @@ class StepStats:
     num_zeros: int | None = None
     """Number of gradient elements that are zero; None unless optim.count_zeros."""
 
+    unclipped_grad_norm: float | None = None
+    """Norm of the gradients that are neither clipped nor part of `grad_norm`; None unless
+    optim.muon.clip_grad=false."""
+
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
+    """Gradient norm of each group of parameters (observe.grad_norm_by_group)."""
+
     other_losses: Mapping[str, float] = field(default_factory=dict)
     """Mean over the global batch of the objective's other losses by name, such as those of MTP
     depths."""
@@ -212,7 +228,7 @@ class StepStats:
     @property
     def is_finite(self) -> bool:
         """Whether the gradients have no NaN or infinite values."""
-        return math.isfinite(self.grad_norm)
+        return math.isfinite(self.grad_norm) and math.isfinite(self.unclipped_grad_norm or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +236,12 @@ class StepResult(StepStats):
     """Result of one step, the same on every rank."""
 
     updated: bool = field(kw_only=True)
-    """False if the gradient norm was not finite, there were no labels, or a callback requested it;
-    then nothing changed."""
+    """False if the gradient norm was not finite or too large, there were no labels, or a callback
+    requested it; then nothing changed."""
+
+    skipped_reason: str = field(default="", kw_only=True)
+    """Why the weights were not updated: "no labels", "not finite" (a gradient), "grad_norm" (above
+    optim.grad_norm_skip_threshold) or "requested" by a callback; empty if they were."""
 
     requests: StepRequest = field(kw_only=True)
     """Requests of all ranks that are executed."""
@@ -315,8 +335,8 @@ def train_step(
     keeps_step = not requests & (StepRequest.ROLLBACK | StepRequest.STOP_NOW)
     if trainer.loss_scale is not None and not stats.empty and keeps_step:
         trainer.loss_scale.update(overflow=not stats.is_finite)
-    # Without labels, momentum and weight decay would still change the weights.
-    updates = applies and stats.is_finite and not stats.empty
+    reason = _find_skipped_reason(trainer, stats, applies=applies)
+    updates = not reason
     if replica_groups is not None:
         replica_groups.note_update(updated=updates)
     update_norm: float | None = None
@@ -330,7 +350,24 @@ def train_step(
             f"{describe_nonfinite_gradients(trainer)}. "
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
-    return _build_result(backward, requests=requests, updated=updates, update_norm=update_norm)
+    result = _build_result(backward, requests=requests, updated=updates, update_norm=update_norm)
+    return replace(result, skipped_reason=reason)
+
+
+def _find_skipped_reason(trainer: Trainer, stats: StepStats, *, applies: bool) -> str:
+    """Return why a step does not update the weights, as in `StepResult.skipped_reason`; the same on
+    every rank.
+
+    applies: no callback requested to skip it.
+    """
+    if stats.empty:  # momentum and weight decay would still change the weights
+        return "no labels"
+    if not stats.is_finite:
+        return "not finite"
+    if not applies:
+        return "requested"
+    threshold = trainer.run.optim.grad_norm_skip_threshold
+    return "grad_norm" if threshold is not None and stats.grad_norm > threshold else ""
 
 
 def _update(
@@ -353,6 +390,7 @@ def _update(
             weight_decay=weight_decay,
             groups=groups,
             scale=_gradient_multiplier(norm, trainer.run.optim.clip_grad, scale),
+            unclipped_scale=_gradient_multiplier(norm, 0.0, scale),
         )
         update_norm = _measure_update(trainer, before)
         for update_weights in trainer.weight_updates:
@@ -526,6 +564,9 @@ def _run_backward(
         squares, zeros, *sums = (
             message if largest is None else torch.cat([message, largest])
         ).tolist()
+    num_unclipped, num_groups = _count_other_sums(trainer)
+    others = [math.sqrt(value) / scale for value in sums[: num_unclipped + num_groups]]
+    sums = sums[num_unclipped + num_groups :]
     max_logit = None if largest is None else sums.pop()
     num_failed = sums.pop()
     save_counts = SaveCounts(*map(int, sums[-2:]))
@@ -538,6 +579,8 @@ def _run_backward(
         means.pop(MAIN_LOSS),
         math.sqrt(squares) / scale,
         int(zeros) if trainer.run.optim.count_zeros else None,
+        others[0] if num_unclipped else None,
+        dict(zip(GRAD_NORM_GROUPS[:num_groups], others[num_unclipped:], strict=True)),
         means,
         z_loss,
         max_logit,
@@ -684,6 +727,9 @@ def reduce_step_stats(
     mesh = trainer.mesh
     gradients = [(o.shard, o.gradient) for o in local_params]
     local_gradients = first_replica_gradients(gradients, trainer.first_replicas)
+    clipped = local_gradients
+    if trainer.unclipped:
+        clipped = first_replica_gradients(gradients, trainer.first_replicas - trainer.unclipped)
     zeros = (
         num_zeros(local_gradients, trainer.device)
         if trainer.run.optim.count_zeros
@@ -692,12 +738,38 @@ def reduce_step_stats(
     # Losses are equal on all tensor-parallel ranks, so only the first contributes; they are 0
     # before the last stage.
     local_losses = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
-    gradient_stats = torch.stack([sum_of_squares(local_gradients, trainer.device), zeros])
+    gradient_stats = torch.stack([sum_of_squares(clipped, trainer.device), zeros])
+    other_sums = _sum_other_squares(trainer, gradients)
     # A sum over ranks: each kind of request has its own count.
     requested = [float(kind in requests) for kind in StepRequest]
     counts = [*requested, *map(float, save_counts), float(failed)]
     local_counts = losses.new_tensor(counts)
-    return all_reduce_(torch.cat([gradient_stats, local_losses, local_counts]), mesh.world)
+    message = torch.cat([gradient_stats, *other_sums, local_losses, local_counts])
+    return all_reduce_(message, mesh.world)
+
+
+def _count_other_sums(trainer: Trainer) -> tuple[int, int]:
+    """Return the number of sums of unclipped gradients and of groups in the message of a step; the
+    same on every rank."""
+    run = trainer.run
+    num_groups = len(GRAD_NORM_GROUPS) if run.observe.grad_norm_by_group else 0
+    return int(not run.optim.muon.clip_grad), num_groups
+
+
+def _sum_other_squares(trainer: Trainer, gradients: Sequence[tuple[Shard, Tensor]]) -> list[Tensor]:
+    """Return this rank's sums of squares of unclipped gradients [1] and of groups [groups]."""
+    num_unclipped, num_groups = _count_other_sums(trainer)
+    sums = []
+    if num_unclipped:
+        names = trainer.first_replicas & trainer.unclipped
+        excluded = [gradient for shard, gradient in gradients if shard.name in names]
+        sums.append(sum_of_squares(excluded, trainer.device).unsqueeze(0))
+    if num_groups:
+        counted = [pair for pair in gradients if pair[0].name in trainer.first_replicas]
+        groups = [find_grad_norm_group(shard.name) for shard, _ in counted]
+        values = [gradient for _, gradient in counted]
+        sums.append(sum_of_squares_by_group(values, groups, num_groups, trainer.device))
+    return sums
 
 
 def reduce_requests(requests: StepRequest, mesh: Mesh, device: torch.device) -> StepRequest:

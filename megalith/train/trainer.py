@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.optim import OptimConfig
 from megalith.config.parallel import PipelineConfig
-from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.errors import raise_all
 from megalith.kernels.backend import Backends, select_backends, unavailable_backends
@@ -21,15 +20,9 @@ from megalith.observe.machine import DTYPES
 from megalith.observe.timers import Timers
 from megalith.optim.diloco import OuterOptimizer
 from megalith.optim.ema import EMA, WeightEMA
-from megalith.optim.optimizers import (
-    SGD,
-    AdamW,
-    Optimizer,
-    RatesOf,
-    build_loss_scale,
-    equal_rates,
-    find_first_replicas,
-)
+from megalith.optim.loss_scale import build_loss_scale
+from megalith.optim.optimizer import RuleOptimizer, is_clipped
+from megalith.optim.slots import Optimizer, RatesOf, equal_rates, find_first_replicas
 from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
     LossWithLogitStats,
@@ -61,11 +54,9 @@ from megalith.train.step import Trainer, WeightUpdate
 def build_optimizer(
     weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = equal_rates
 ) -> Optimizer:
-    """Build the optimizer over these shards; `rates`: factors of each parameter."""
-    if config.plugin is not None:
-        optimizer: Optimizer = load_plugin("optimizer", config.plugin)(weights, config, rates)
-        return optimizer
-    return SGD(weights, config, rates) if config.kind == "sgd" else AdamW(weights, config, rates)
+    """Build the optimizer over these shards; `rates`: update rule and factors of each
+    parameter."""
+    return RuleOptimizer(weights, config, rates)
 
 
 # --- model chunks of this rank and their losses
@@ -215,6 +206,7 @@ def build_trainer(
         optimizer,
         build_loss_scale(run.precision),
         find_first_replicas((param.shard for param in data.local_params), mesh),
+        frozenset(slot.shard.name for slot in optimizer.slots if not is_clipped(slot, run.optim)),
         _list_weight_updates(run, optimizer, ema),
         ema,
         outer,
@@ -317,6 +309,10 @@ def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
         entries += [
             CheckpointEntry(slot.shard, role, tensor, is_writer) for role, tensor in tensors.items()
         ]
+    entries += [
+        CheckpointEntry(shard, role, tensor, is_first_replica(shard, coordinates))
+        for shard, role, tensor in trainer.optimizer.list_matrix_states()
+    ]
     return entries + (
         weight_entries(trainer.data.frozen, trainer.mesh) if trainer.run.lora is None else []
     )

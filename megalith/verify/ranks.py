@@ -735,14 +735,24 @@ def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Itera
         result.grad_norms,
         [update.grad_norm for update in expected[:STEPS]],
     )
-    yield _tensors("weights against torch.optim", _assemble(result.weights), last.weights)
+
+    def select(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x for name, x in tensors.items() if name not in last.others}
+
+    if not last.weights:  # torch.optim has none of the update rules
+        return
+    yield _tensors("weights against torch.optim", select(_assemble(result.weights)), last.weights)
     moments = {
-        name: tensor for name, tensor in result.stored.items() if name.startswith("optimizer.")
+        name: tensor
+        for name, tensor in result.stored.items()
+        if name.startswith("optimizer.") and name.split(".", 2)[2] not in last.others
     }
     if moments or last.states:
         yield _tensors("moments against torch.optim", moments, last.states)
     yield _tensors(
-        "reloaded weights against torch.optim", _assemble(result.reloaded), reloaded.weights
+        "reloaded weights against torch.optim",
+        select(_assemble(result.reloaded)),
+        reloaded.weights,
     )
 
 

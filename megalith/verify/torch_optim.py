@@ -1,4 +1,5 @@
-"""Reference optimizer updates by torch.optim, from the recorded float64 gradients of one process.
+"""Reference optimizer updates by torch.optim, and of Lion, from the recorded float64 gradients of
+one process.
 
 This uses no code of `megalith.optim`, and so detects faults in its bias correction, weight decay
 groups, momentum or gradient clipping that are the same in every layout.
@@ -6,14 +7,17 @@ groups, momentum or gradient clipping that are the same in every layout.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.config.train import EMAConfig, TrainRun
-from megalith.optim.optimizers import Optimizer
 from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.optim.slots import Optimizer
 from megalith.plan.param_groups import parameter_rates
+from megalith.plan.shards import Shard
+from megalith.plan.update_rules import rule_of
 
 STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 """Role of an optimizer state in a checkpoint -> its name in torch.optim."""
@@ -31,6 +35,9 @@ class TorchUpdate:
 
     states: dict[str, Tensor]
     """Moments, and moving averages of the weights, after the step by checkpoint key."""
+
+    others: frozenset[str] = frozenset()
+    """Parameters whose update rule has no reference in torch.optim; the other fields lack them."""
 
 
 class RecordingOptimizer:
@@ -50,16 +57,28 @@ class RecordingOptimizer:
         weight_decay: float,
         scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
+        unclipped_scale: Tensor | None = None,
     ) -> None:
         """Record the gradients and update the weights."""
         self.gradients = [gradient.clone() for gradient in gradients]
-        self.optimizer.step(gradients, lr=lr, weight_decay=weight_decay, scale=scale, groups=groups)
+        self.optimizer.step(
+            gradients,
+            lr=lr,
+            weight_decay=weight_decay,
+            scale=scale,
+            groups=groups,
+            unclipped_scale=unclipped_scale,
+        )
         self.updates = self.optimizer.updates
 
     def set_updates(self, updates: int) -> None:
         """Set the number of completed updates."""
         self.optimizer.set_updates(updates)
         self.updates = self.optimizer.updates
+
+    def list_matrix_states(self) -> list[tuple[Shard, str, Tensor]]:
+        """Return the states of whole matrices on this rank: shard, role and tensor."""
+        return self.optimizer.list_matrix_states()
 
 
 def torch_updates(
@@ -73,20 +92,35 @@ def torch_updates(
 ) -> list[TorchUpdate]:
     """Return torch's updates from initial weights and the unclipped gradients of each step, by
     parameter name."""
+
+    def is_muon(name: str) -> bool:
+        inputs = int(is_matrix(name, weights[name]))
+        return rule_of(name, inputs, run.optim) == "muon"
+
     parameters = {name: torch.nn.Parameter(weights[name].clone()) for name in gradients[0]}
-    optimizer = _build_optimizer(run, parameters, lr, weight_decay, groups)
+    optimizers = _build_optimizers(run, parameters, lr, weight_decay, groups)
+    updated = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    others = frozenset(name for name, each in parameters.items() if id(each) not in updated)
+    clipped = [p for name, p in parameters.items() if run.optim.muon.clip_grad or not is_muon(name)]
     averages: dict[str, Tensor] = {}
     updates = []
     for number, step_gradients in enumerate(gradients, start=1):
         for name, parameter in parameters.items():
             parameter.grad = step_gradients[name].clone()
         clip_grad = run.optim.clip_grad or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip_grad))
-        optimizer.step()
-        copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        norm = float(torch.nn.utils.clip_grad_norm_(clipped, clip_grad))
+        for optimizer in optimizers:
+            optimizer.step()
+        copies = {
+            name: parameter.detach().clone()
+            for name, parameter in parameters.items()
+            if name not in others
+        }
         averages = _average_weights(run.train.ema, averages, copies, number)
-        states = _states(optimizer, parameters) | averages
-        updates.append(TorchUpdate(norm, copies, states))
+        states = averages.copy()
+        for optimizer in optimizers:
+            states |= _states(optimizer, parameters)
+        updates.append(TorchUpdate(norm, copies, states, others))
     return updates
 
 
@@ -107,15 +141,35 @@ def _average_weights(
     }
 
 
-def _build_optimizer(
+class _Lion(torch.optim.Optimizer):
+    """Lion in its definition; torch has none."""
+
+    def __init__(self, options: list[dict[str, Any]], beta1: float, beta2: float) -> None:
+        super().__init__(options, {"lr": 0.0, "weight_decay": 0.0})
+        self.beta1, self.beta2 = beta1, beta2
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
+        """Update the parameters once."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                sign = (self.beta1 * mean + (1 - self.beta1) * parameter.grad).sign()
+                step = sign + group["weight_decay"] * parameter
+                parameter.sub_(group["lr"] * step)
+                state["exp_avg"] = self.beta2 * mean + (1 - self.beta2) * parameter.grad
+
+
+def _build_optimizers(
     run: TrainRun,
     parameters: Mapping[str, torch.nn.Parameter],
     lr: float,
     weight_decay: float,
     groups: Mapping[str, GroupRates],
-) -> torch.optim.Optimizer:
-    """Build torch's optimizer with one parameter group per parameter."""
-    options = []
+) -> list[torch.optim.Optimizer]:
+    """Build torch's optimizer of each update rule, with one parameter group per parameter."""
+    options: dict[str, list[dict[str, Any]]] = {}  # Any: options of torch.optim
     for name, parameter in parameters.items():
         rates = parameter_rates(run.model, run.optim, name, int(is_matrix(name, parameter)))
         group_lr = groups[rates.lr_of].lr if rates.lr_of else lr
@@ -126,14 +180,19 @@ def _build_optimizer(
             "lr": group_lr * rates.lr,
             "weight_decay": decay * rates.decay * decays,
         }
-        options.append(
-            option | ({"eps": run.optim.eps * rates.eps} if run.optim.kind == "adamw" else {})
-        )
+        option |= {"eps": run.optim.eps * rates.eps} if rates.rule == "adamw" else {}
+        options.setdefault(rates.rule, []).append(option)
     c = run.optim
-    if c.kind == "sgd":
-        return torch.optim.SGD(options, momentum=c.momentum, nesterov=c.nesterov, foreach=False)
-    adam = torch.optim.AdamW if c.decoupled_weight_decay else torch.optim.Adam
-    return adam(options, betas=(c.beta1, c.beta2), foreach=False)
+    optimizers: list[torch.optim.Optimizer] = []
+    if own := options.get("sgd"):
+        sgd = torch.optim.SGD(own, momentum=c.momentum, nesterov=c.nesterov, foreach=False)
+        optimizers.append(sgd)
+    if own := options.get("lion"):
+        optimizers.append(_Lion(own, c.lion.beta1, c.lion.beta2))
+    if own := options.get("adamw"):
+        adam = torch.optim.AdamW if c.decoupled_weight_decay else torch.optim.Adam
+        optimizers.append(adam(own, betas=(c.beta1, c.beta2), foreach=False))
+    return optimizers
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -153,5 +212,5 @@ def _states(
         f"optimizer.{role}.{name}": optimizer.state[parameter][state].clone()
         for name, parameter in parameters.items()
         for role, state in STATE_NAMES.items()
-        if optimizer.state[parameter].get(state) is not None
+        if optimizer.state.get(parameter, {}).get(state) is not None
     }

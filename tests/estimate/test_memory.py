@@ -31,7 +31,7 @@ from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.observe.machine import DTYPES
-from megalith.optim.optimizers import AdamW
+from megalith.optim.optimizer import RuleOptimizer
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
 from megalith.parallel.data import BucketedDataParallel
@@ -76,7 +76,9 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         device=torch.device("meta"),
     )
 
-    slots = AdamW([(param.shard, param.weight) for param in data.local_params], run.optim).slots
+    slots = RuleOptimizer(
+        [(param.shard, param.weight) for param in data.local_params], run.optim
+    ).slots
     master_weights = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
     still = sum(weight.nbytes for _, weight in data.frozen)

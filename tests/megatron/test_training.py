@@ -286,12 +286,56 @@ def test_sgd_ignores_the_flags_of_adam(tiny: Translate) -> None:
     assert any(entry.text == "takes effect only with --optimizer sgd" for entry in adam.entries)
 
 
-def test_other_optimizers_are_rejected(tiny: Translate) -> None:
-    refusals = tiny("--optimizer muon").refusals(strict=False)
-    assert refusals == [
-        "--optimizer muon: not implemented: optimizers other than AdamW and SGD. Use adam or sgd."
-    ]
+def test_muon_has_the_settings_of_megatron(tiny: Translate) -> None:
+    done = tiny("--optimizer muon --clip-grad 2 --muon-extra-scale-factor 0.2")
+    assert done.run is not None and run_problems(done.run, 1) == []
+    optim, muon = done.run.optim, done.run.optim.muon
+    assert (optim.kind, optim.scalar_optimizer, optim.groups) == ("muon", "adamw", ())
+    assert (muon.momentum, muon.nesterov, muon.factor) == (0.9, False, 0.2)
+    assert (muon.scale, muon.split, muon.dtype) == ("spectral", "matrices", "bf16")
+    assert done.refusals(strict=False) == []
+    other = tiny(
+        "--optimizer adaptive_muon --muon-use-nesterov --muon-scale-mode shape_scaling "
+        "--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-no-split-qkv "
+        "--muon-scalar-optimizer lion --lion-beta1 0.9 --adaptive-muon-moment2-method normuon "
+        "--muon-fp32-matmul-prec high --adam-beta1 0.8"
+    )
+    assert other.run is not None and run_problems(other.run, 1) == []
+    optim, muon = other.run.optim, other.run.optim.muon
+    assert (optim.scalar_optimizer, optim.lion.beta1, optim.beta1) == ("lion", 0.9, 0.9)
+    assert (muon.nesterov, muon.scale, muon.coefficients) == (True, "shape", "polar_express")
+    assert (muon.ns_steps, muon.split, muon.dtype) == (8, "fused", "fp32")
+    assert (muon.second_moment, muon.beta2) == ("normuon", 0.95)
+    ignored = {e.flag for e in other.entries if e.text == "takes effect only with --optimizer adam"}
+    assert ignored == {"--adam-beta1 0.8"}
+
+
+def test_muon_updates_routers_as_in_megatron(tiny: Translate) -> None:
+    done = tiny("--optimizer dist_muon --num-experts 4 --moe-ffn-hidden-size 8 --decoupled-lr 1e-3")
+    assert done.run is not None
+    routers, ends = done.run.optim.groups
+    assert (routers.match, routers.kind) == (("*.moe.router",), "muon")
+    assert (ends.name, ends.lr) == ("embedding_and_output", 1e-3)
+    assert done.run.parallel.zero == 1
+
+
+def test_lion_and_soap_are_translated(tiny: Translate) -> None:
+    lion = tiny("--optimizer lion --lion-beta2 0.9 --muon-momentum 0.8")
+    assert lion.run is not None and run_problems(lion.run, 1) == []
+    assert (lion.run.optim.kind, lion.run.optim.lion.beta2) == ("lion", 0.9)
+    assert any(e.text == "takes effect only with --optimizer muon" for e in lion.entries)
+    soap = tiny("--optimizer soap --adam-beta1 0.95 --soap-precondition-frequency 10")
+    assert soap.run is not None and run_problems(soap.run, 1) == []
+    own = soap.run.optim.soap
+    assert (own.beta1, own.beta2, own.precondition_frequency, own.kl) == (0.95, 0.999, 10, True)
     assert "Did you mean sgd" in tiny("--optimizer sdg").problems[0]
+
+
+def test_grad_norm_skip_threshold_is_translated(tiny: Translate) -> None:
+    done = tiny("--grad-norm-skip-threshold 50")
+    assert done.run is not None and done.run.optim.grad_norm_skip_threshold == 50.0
+    unlimited = tiny("")
+    assert unlimited.run is not None and unlimited.run.optim.grad_norm_skip_threshold is None
 
 
 def test_fp16_has_loss_scaling_and_skips_overflows(tiny: Translate) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from megalith.config.optim import OptimConfig
 from megalith.observe.machine import FORMATS
-from megalith.optim import optimizers
-from megalith.optim.optimizers import AdamW
+from megalith.optim import adamw
+from megalith.optim.optimizer import RuleOptimizer
 from megalith.plan.shards import Shard
 from megalith.testing.tolerance import FP32, FP64, assert_equals
 
@@ -42,7 +42,7 @@ def test_fused_and_plain_updates_agree_with_torch(
     dtype: torch.dtype, decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OptimConfig(decoupled_weight_decay=decoupled)
-    fused, plain = AdamW(weights(dtype), config), AdamW(weights(dtype), config)
+    fused, plain = RuleOptimizer(weights(dtype), config), RuleOptimizer(weights(dtype), config)
     reference = [torch.nn.Parameter(w.clone()) for _, w in weights(dtype)]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     groups = [
@@ -54,7 +54,7 @@ def test_fused_and_plain_updates_agree_with_torch(
     for step in range(4):
         fused.step(gradients(step, dtype), lr=1e-2, weight_decay=0.1, scale=half)
         with monkeypatch.context() as patch:
-            patch.setattr(optimizers, "HAS_FUSED", False)
+            patch.setattr(adamw, "HAS_FUSED", False)
             plain.step(gradients(step, dtype), lr=1e-2, weight_decay=0.1, scale=half)
         for parameter, gradient in zip(reference, gradients(step, dtype), strict=True):
             parameter.grad = gradient * 0.5
@@ -66,7 +66,7 @@ def test_fused_and_plain_updates_agree_with_torch(
 
 
 def test_bf16_weights_follow_fp32_master_weights() -> None:
-    optimizer = AdamW(weights(torch.bfloat16), OptimConfig())
+    optimizer = RuleOptimizer(weights(torch.bfloat16), OptimConfig())
     slot = optimizer.slots[0]
     assert slot.master.dtype == torch.float32
     before = slot.master.clone()
@@ -77,7 +77,7 @@ def test_bf16_weights_follow_fp32_master_weights() -> None:
 
 
 def test_vectors_are_not_decayed() -> None:
-    optimizer = AdamW(weights(torch.float32), OptimConfig())
+    optimizer = RuleOptimizer(weights(torch.float32), OptimConfig())
     before = [slot.weight.clone() for slot in optimizer.slots]
     optimizer.step([torch.zeros(7, 5), torch.zeros(5)], lr=0.1, weight_decay=0.5)
     assert torch.allclose(optimizer.slots[0].weight, before[0] * 0.95)
@@ -85,10 +85,12 @@ def test_vectors_are_not_decayed() -> None:
 
 
 def test_moments_and_the_count_continue_a_run() -> None:
-    first = AdamW(weights(torch.float32), OptimConfig())
+    first = RuleOptimizer(weights(torch.float32), OptimConfig())
     for step in range(3):
         first.step(gradients(step, torch.float32), lr=1e-2, weight_decay=0.1)
-    second = AdamW([(slot.shard, slot.weight.clone()) for slot in first.slots], OptimConfig())
+    second = RuleOptimizer(
+        [(slot.shard, slot.weight.clone()) for slot in first.slots], OptimConfig()
+    )
     for local, saved in zip(second.slots, copy.deepcopy(first.slots), strict=True):
         local.state["exp_avg"].copy_(saved.state["exp_avg"])
         local.state["exp_avg_sq"].copy_(saved.state["exp_avg_sq"])

@@ -7,13 +7,8 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.optim.optimizers import (
-    clip_factor,
-    find_first_replicas,
-    first_replica_gradients,
-    num_zeros,
-    sum_of_squares,
-)
+from megalith.optim.clip import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
+from megalith.optim.slots import find_first_replicas
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard

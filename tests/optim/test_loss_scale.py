@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from megalith.config.optim import LossScaleConfig, PrecisionConfig
-from megalith.optim.optimizers import LossScale, build_loss_scale
+from megalith.optim.loss_scale import LossScale, build_loss_scale
 from tests.cases import loop_over
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megalith.config.optim import OptimConfig
 from megalith.observe.machine import FORMATS
-from megalith.optim.optimizers import SGD
+from megalith.optim.optimizer import RuleOptimizer
 from megalith.plan.shards import Shard
 from megalith.train.trainer import build_optimizer
 
@@ -56,15 +56,16 @@ def test_ten_steps_are_bitwise_equal_to_torch_sgd(
 
 def test_sgd_without_momentum_has_no_state() -> None:
     assert [
-        dict(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd", momentum=0.0)).slots
+        dict(slot.state)
+        for slot in RuleOptimizer(weights(), OptimConfig(kind="sgd", momentum=0.0)).slots
     ] == [{}, {}]
-    assert [list(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd")).slots] == [
-        ["momentum"]
-    ] * 2
+    assert [
+        list(slot.state) for slot in RuleOptimizer(weights(), OptimConfig(kind="sgd")).slots
+    ] == [["momentum"]] * 2
 
 
 def test_bf16_weights_follow_fp32_master_weights() -> None:
-    optimizer = SGD(weights(torch.bfloat16), OptimConfig(kind="sgd"))
+    optimizer = RuleOptimizer(weights(torch.bfloat16), OptimConfig(kind="sgd"))
     before = optimizer.slots[0].master.clone()
     for step in range(3):
         optimizer.step(gradients(step), lr=1e-5, weight_decay=0.0)
@@ -74,8 +75,8 @@ def test_bf16_weights_follow_fp32_master_weights() -> None:
 
 
 def test_rank_without_shards_can_step() -> None:
-    for kind in ("sgd", "adamw"):
-        optimizer = build_optimizer([], OptimConfig(kind=kind))  # type: ignore[arg-type]  # one of the two
+    for kind in ("sgd", "adamw", "lion"):
+        optimizer = build_optimizer([], OptimConfig(kind=kind))  # type: ignore[arg-type]  # one of the three
         optimizer.step([], lr=0.1, weight_decay=0.1)
         optimizer.set_updates(7)
         assert optimizer.updates == 7

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megalith.observe.machine import FORMATS
-from megalith.optim.optimizers import build_slot, group_by_rates, round_master_weights
 from megalith.optim.schedule import GroupRates
+from megalith.optim.slots import build_slot, group_by_rates, round_master_weights
 from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 

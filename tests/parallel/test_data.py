@@ -17,7 +17,7 @@ from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.observe.machine import DTYPES
-from megalith.optim.optimizers import AdamW
+from megalith.optim.optimizer import RuleOptimizer
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.grad_sync import start_bucket_reduce_scatter
@@ -520,7 +520,9 @@ def _mixed_steps(rank: int, world: int, zero: int) -> dict[str, list[float]]:
     assert len(buffers) == 2  # one of each dtype
     for param in data.local_params:
         assert param.weight.dtype == param.gradient.dtype == DTYPES[param.shard.dtype]
-    optimizer = AdamW([(param.shard, param.weight) for param in data.local_params], OptimConfig())
+    optimizer = RuleOptimizer(
+        [(param.shard, param.weight) for param in data.local_params], OptimConfig()
+    )
     for _ in range(2):
         microbatches = range(6 * rank // world, 6 * (rank + 1) // world)
         data.begin_step(len(microbatches))

@@ -31,7 +31,7 @@ from megalith.models.decoder import Decoder, allocate, initialize, iter_paramete
 from megalith.nn.build import build_context, init_param_
 from megalith.nn.layer import SequentialBlock
 from megalith.observe.flight import FlightRecorder
-from megalith.optim.optimizers import SGD
+from megalith.optim.optimizer import RuleOptimizer
 from megalith.parallel import grad_sync as engines
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.fsdp import (
@@ -397,8 +397,9 @@ def shard_layers(rank: int, world: int, *dtypes: tuple[torch.dtype, ...]) -> tup
 
 def _two_dtypes(rank: int, world: int) -> None:
     model, data = shard_layers(rank, world, (torch.bfloat16,), (torch.float32,), (torch.float64,))
-    optimizer = SGD(
-        [(param.shard, param.weight) for param in data.local_params], OptimConfig(momentum=0.0)
+    optimizer = RuleOptimizer(
+        [(param.shard, param.weight) for param in data.local_params],
+        OptimConfig(kind="sgd", momentum=0.0),
     )
     for _ in range(2):
         data.begin_step(1)

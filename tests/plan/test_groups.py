@@ -16,7 +16,7 @@ from megalith.plan.param_groups import (
     parameter_rows,
     pattern_problems,
 )
-from megalith.plan.parameters import PLAIN, ParameterRates
+from megalith.plan.parameters import ParameterRates
 from megalith.testing.tiny import tiny_run
 from megalith.verify.matrix import BIASED_CHOICE, MTP_EXPERTS
 
@@ -30,6 +30,7 @@ MODEL = ModelConfig(
     ffn_hidden_size=20,
 )
 TIED = replace(MODEL, tied_embeddings=True)
+ADAMW = ParameterRates(rule="adamw")
 FALLING = ScheduleConfig(lr=1e-2, min_lr=1e-3)
 
 
@@ -48,7 +49,7 @@ def of_group(**settings: object) -> list[str]:
 def test_defaults_train_all_parameters_with_equal_rates() -> None:
     assert problems(OptimConfig()) == []
     assert all(
-        parameter_rates(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN
+        parameter_rates(MODEL, OptimConfig(), one.name, int(one.matrix)) == ADAMW
         for one in named_parameters(MODEL, None)
     )
 
@@ -241,10 +242,10 @@ def test_rates_name_their_groups_and_keep_mup_factors() -> None:
         decayed_vectors=("norm.weight",),
     )
     assert parameter_rates(wide, optim, "layers.0.mlp.down", 1) == ParameterRates(
-        lr=0.25, eps=0.25, lr_of="a", decay_of="b"
+        lr=0.25, eps=0.25, lr_of="a", decay_of="b", rule="adamw"
     )
-    assert parameter_rates(wide, optim, "norm.weight", 0) == ParameterRates(vector_decays=True)
-    assert parameter_rates(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
+    assert parameter_rates(wide, optim, "norm.weight", 0) == ADAMW._replace(vector_decays=True)
+    assert parameter_rates(wide, optim, "layers.0.mlp_norm.weight", 0) == ADAMW
 
 
 def test_parameter_map_lists_every_parameter_once() -> None:

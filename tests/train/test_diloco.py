@@ -11,7 +11,7 @@ import torch
 from megalith.config.replica_group import DilocoConfig
 from megalith.config.tree import Override
 from megalith.optim.diloco import OuterOptimizer, decode, encode, encoded_nbytes
-from megalith.optim.optimizers import OptimizerSlot, build_slot
+from megalith.optim.slots import OptimizerSlot, build_slot
 from megalith.parallel.group_exchange import RingExchange
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.diloco import SyncSchedule, sync_nbytes

@@ -15,7 +15,7 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.optim import LossScaleConfig
 from megalith.config.train import TrainRun
 from megalith.errors import DataError
-from megalith.optim.optimizers import LossScale
+from megalith.optim.loss_scale import LossScale
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid

@@ -17,7 +17,7 @@ from megalith.estimate.memory import memory_ledger, worst
 from megalith.estimate.workload import plan_workload
 from megalith.hf.pretrained import open_pretrained
 from megalith.optim.ema import WeightEMA
-from megalith.optim.optimizers import build_slot
+from megalith.optim.slots import build_slot
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.batch_schedule import constant_batch_size
 from megalith.plan.grid import model_grid

@@ -18,7 +18,7 @@ from megalith.models.decoder import Decoder
 from megalith.observe.busy import BusyMeter
 from megalith.observe.flight import FlightRecorder
 from megalith.observe.metrics import read_metrics
-from megalith.optim.optimizers import AdamW
+from megalith.optim.optimizer import RuleOptimizer
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
@@ -33,7 +33,7 @@ SLOW: dict[str, tuple[Any, str]] = {
     "data": (Loader, "next"),
     "forward": (Decoder, "outputs"),
     "backward": (torch.autograd, "backward"),
-    "optimizer": (AdamW, "step"),
+    "optimizer": (RuleOptimizer, "step"),
 }
 """Function that the section calls."""
 

@@ -13,8 +13,8 @@ from megalith.kernels.attention.split_kv import init_attention_result
 from megalith.kernels.packed import ContextShard, seq_params_from_slices, with_masks
 from megalith.nn.build import init_param_
 from megalith.nn.lora import column_adapter
-from megalith.optim.optimizers import build_slot, group_by_rates
 from megalith.optim.schedule import GroupRates
+from megalith.optim.slots import build_slot, group_by_rates
 from megalith.parallel.context import pair_masks_by_group, select_local_heads
 from megalith.parallel.cross_entropy import HeadShard, VocabShard, softmax_over_ranks
 from megalith.parallel.data import shard_groups

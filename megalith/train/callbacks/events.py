@@ -202,6 +202,8 @@ class EventsWriter(Callback):
 
 def _describe_skip(result: StepResult) -> str:
     """Return why a step has not updated the weights."""
+    if result.skipped_reason == "grad_norm":
+        return "the gradient norm is above optim.grad_norm_skip_threshold"
     if result.empty:
         return "no labels"
     return "requested by a callback" if result.is_finite else "a gradient is not finite"

@@ -16,7 +16,8 @@ from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.fault_detection import FaultAction
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError, DivergenceError
-from megalith.optim.optimizers import LossScale, first_replica_gradients
+from megalith.optim.clip import first_replica_gradients
+from megalith.optim.loss_scale import LossScale
 from megalith.optim.schedule import schedule_lengths
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
@@ -626,13 +627,15 @@ def is_nonfinite(stats: StepStats, loss_scale: LossScale | None) -> bool:
 
 def find_corrupt_moments(trainer: Trainer) -> list[str]:
     """Return the parameters of this rank whose Adam moments are inconsistent, as after a bit
-    flip in memory; [] for other optimizers."""
+    flip in memory; [] for other update rules."""
     optim = trainer.run.optim
     bound = MOMENT_FACTOR * bound_moment_ratio(optim.beta1, optim.beta2)
-    if optim.kind != "adamw" or optim.plugin is not None or math.isinf(bound):
+    if math.isinf(bound):
         return []
     corrupt = []
     for slot in trainer.optimizer.slots:
+        if slot.rates.rule != "adamw":
+            continue
         mean, square = slot.state["exp_avg"].double(), slot.state["exp_avg_sq"].double()
         # squares of small gradients underflow in fp32
         plausible = (square >= 0) & (mean.abs() <= bound * square.clamp(min=0).sqrt() + 1e-15)

@@ -181,8 +181,14 @@ class BatchMetrics(Callback):
             return
         if config.train.batch_size_schedule:
             metrics["batch_size"] = finished.num_samples
-        if finished.result.num_zeros is not None:
-            metrics["grad_zeros"] = finished.result.num_zeros
+        result = finished.result
+        if result.num_zeros is not None:
+            metrics["grad_zeros"] = result.num_zeros
+        if result.unclipped_grad_norm is not None:
+            metrics["unclipped_grad_norm"] = result.unclipped_grad_norm
+        metrics |= {f"grad_norm_{name}": norm for name, norm in result.grad_norms.items()}
+        if result.skipped_reason:
+            metrics["skipped_reason"] = result.skipped_reason
         packed = config.train.tokens_per_microbatch is not None
         if config.data.sft.used() or packed:
             metrics |= {

@@ -21,7 +21,7 @@ from megalith import storage
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import ConfigError
-from megalith.optim.optimizers import sum_of_squares
+from megalith.optim.clip import sum_of_squares
 from megalith.parallel.group import all_reduce_
 from megalith.plan.shards import is_first_replica
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.errors import CheckpointError
 from megalith.optim.ema import EMA
-from megalith.optim.optimizers import OptimizerSlot
+from megalith.optim.slots import OptimizerSlot
 from megalith.parallel.grad_sync import byte_checksum, byte_checksums
 from megalith.parallel.group import Group, gather_objects, start_receive, start_send
 from megalith.plan.replicas import (

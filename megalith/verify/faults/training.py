@@ -1,6 +1,6 @@
 """Planted faults in pipeline stages, gradient reduction, ZeRO, optimizer and checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,12 +12,16 @@ from torch import Tensor
 from megalith.checkpoint import parallel_read, save
 from megalith.checkpoint.format import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint, WeightsRole
+from megalith.config.optim import OptimConfig
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.layer import MTPBlock, MTPInputs, MTPLayer
-from megalith.optim import optimizers
-from megalith.optim import optimizers as gradients
-from megalith.optim.optimizers import SGD, AdamW, OptimizerSlot, SlotGroup
+from megalith.optim import adamw, optimizer, slots
+from megalith.optim.adamw import AdamW
+from megalith.optim.optimizer import RuleOptimizer
+from megalith.optim.rules import UpdateScalars
 from megalith.optim.schedule import GroupRates
+from megalith.optim.sgd import SGD
+from megalith.optim.slots import OptimizerSlot, SlotGroup
 from megalith.parallel import data, grad_sync
 from megalith.parallel import grad_sync as bucket_comm
 from megalith.parallel.data import BucketedDataParallel, ShardGroups
@@ -309,7 +313,7 @@ def frozen_weights_decay(original: Original, self: BucketedDataParallel) -> Sequ
     return local_params
 
 
-@replaces(optimizers, "group_by_rates", "dp, zero, groups")
+@replaces(optimizer, "group_by_rates", "dp, zero, groups")
 def rates_of_the_neighbor(
     original: Original, slots: Sequence[OptimizerSlot], *arguments: Any, **rates: Any
 ) -> list[SlotGroup]:
@@ -320,7 +324,7 @@ def rates_of_the_neighbor(
     return groups
 
 
-@replaces(gradients, "is_first_replica", "dp")
+@replaces(slots, "is_first_replica", "dp")
 def norm_counts_copies(original: Original, shard: Shard, coordinates: object) -> bool:
     """The gradient norm counts replicated parameters several times."""
     return True
@@ -355,14 +359,16 @@ def clip_norm_counts_parameter_twice(
 # --- optimizer
 
 
-@replaces(AdamW, "_update", "dp", everywhere=True)
-def adamw_bias_correction_off_by_one(original: Original, self: AdamW, *arguments: Any) -> None:
+@replaces(AdamW, "update", "dp", everywhere=True)
+def adamw_bias_correction_off_by_one(
+    original: Original,
+    self: AdamW,
+    slots: Sequence[OptimizerSlot],
+    grads: Sequence[Tensor],
+    scalars: UpdateScalars,
+) -> None:
     """AdamW corrects its moments for one more step than it has made."""
-    self.updates += 1
-    try:
-        original(self, *arguments)
-    finally:
-        self.updates -= 1
+    original(self, slots, grads, scalars._replace(updates=scalars.updates + 1))
 
 
 def _decay_everything(
@@ -379,13 +385,13 @@ def _decay_everything(
     return [part._replace(weight_decay=weight_decay) for part in parts]
 
 
-@replaces(optimizers, "group_by_rates", "dp", everywhere=True)
+@replaces(optimizer, "group_by_rates", "dp", everywhere=True)
 def vectors_decay(*arguments: Any, **rates: Any) -> list[SlotGroup]:
     """Weight decay also applies to norms and biases."""
     return _decay_everything(*arguments, **rates)
 
 
-@replaces(optimizers, "group_by_rates", "dp, sgd", everywhere=True)
+@replaces(optimizer, "group_by_rates", "dp, sgd", everywhere=True)
 def sgd_vectors_decay(*arguments: Any, **rates: Any) -> list[SlotGroup]:
     """In SGD, weight decay also applies to norms and biases."""
     return _decay_everything(*arguments, **rates)
@@ -395,35 +401,34 @@ def sgd_vectors_decay(*arguments: Any, **rates: Any) -> list[SlotGroup]:
 @contextmanager
 def adamw_decay_added_to_gradient() -> Iterator[None]:
     """AdamW adds the weight decay to the gradient, as Adam with L2 does."""
-    update: Callable[..., None] = optimizers.update
+    update_slot = adamw.update_slot
 
     def coupled(
-        slot: OptimizerSlot, gradient: Tensor, *config: Any, weight_decay: float, **others: Any
+        slot: OptimizerSlot, gradient: Tensor, config: OptimConfig, scalars: UpdateScalars
     ) -> None:
-        decayed = gradient + weight_decay * slot.master
-        update(slot, decayed, *config, weight_decay=0.0, **others)
+        decayed = gradient + scalars.weight_decay * slot.master
+        update_slot(slot, decayed, config, scalars._replace(weight_decay=0.0))
 
     with (
         patched(torch, "_fused_adamw_", torch._fused_adam_),
-        patched(optimizers, "update", coupled),
+        patched(adamw, "update_slot", coupled),
     ):
         yield
 
 
-@replaces(SGD, "_update", "dp, sgd", everywhere=True)
+@replaces(SGD, "update", "dp, sgd", everywhere=True)
 def sgd_momentum_damped(
     original: Original,
     self: SGD,
-    slots: list[OptimizerSlot],
-    grads: list[Tensor],
-    lr: float,
-    *others: Any,
+    slots: Sequence[OptimizerSlot],
+    grads: Sequence[Tensor],
+    scalars: UpdateScalars,
 ) -> None:
     """SGD multiplies the gradient by 1 - momentum before it adds it to the momentum."""
     damping = 1 - self.config.momentum
     for slot in slots:
         slot.state["momentum"].mul_(1 / damping)
-    original(self, slots, grads, lr * damping, *others)
+    original(self, slots, grads, scalars._replace(lr=scalars.lr * damping))
     for slot in slots:
         slot.state["momentum"].mul_(damping)
 
@@ -466,6 +471,6 @@ def box_offset_lost_on_load(original: Original, piece: TensorPiece, box: Box) ->
     return view
 
 
-@replaces(AdamW, "set_updates", "dp", everywhere=True)
-def optimizer_step_lost_on_load(original: Original, self: AdamW, updates: int) -> None:
-    """The step count of AdamW begins at zero after loading."""
+@replaces(RuleOptimizer, "set_updates", "dp", everywhere=True)
+def optimizer_step_lost_on_load(original: Original, self: RuleOptimizer, updates: int) -> None:
+    """The step count of the optimizer begins at zero after loading."""

@@ -1,0 +1,206 @@
+"""`RuleOptimizer`, the optimizer of a run with one update rule per slot, and the table of
+rules."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from megalith.config.fields import range_problems
+from megalith.config.optim import OptimConfig
+from megalith.config.plugins import load_plugin
+from megalith.config.tree import build_section
+from megalith.errors import ConfigError, PlanError, raise_all
+from megalith.optim.adamw import AdamW
+from megalith.optim.lion import Lion
+from megalith.optim.rules import ElementwiseRule, MatrixRule, SummedRule, UpdateRule, UpdateScalars
+from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.optim.sgd import SGD
+from megalith.optim.slots import (
+    OptimizerSlot,
+    RatesOf,
+    build_slot,
+    equal_rates,
+    group_by_rates,
+    round_master_weights,
+)
+from megalith.plan.shards import Shard
+from megalith.plan.update_rules import PLUGIN_RULE, list_per_matrix_rules, rule_of
+
+BuildRule = Callable[[OptimConfig], UpdateRule]
+"""Builds a rule from the settings of the optimizer."""
+
+RULES: Mapping[str, BuildRule] = {"adamw": AdamW, "sgd": SGD, "lion": Lion}
+"""Built-in update rules by the name in `optim.kind`."""
+
+
+def build_rule(name: str, config: OptimConfig) -> UpdateRule:
+    """Build the update rule of this name, or that of optim.plugin.
+
+    Raises:
+        ConfigError: the class of the plug-in is not an update rule.
+        PlanError: the rule is not implemented.
+    """
+    if name == PLUGIN_RULE:
+        return _build_plugin_rule(config)
+    if name not in RULES:
+        raise PlanError(
+            f"optim.kind={name} is not implemented yet. Set optim.kind to one of "
+            f"{', '.join(RULES)}."
+        )
+    return RULES[name](config)
+
+
+def _build_plugin_rule(config: OptimConfig) -> UpdateRule:
+    assert config.plugin is not None, "the name of the rule comes from optim.plugin"
+    rule_class = load_plugin("optimizer", config.plugin)
+    options = getattr(rule_class, "Config", None)
+    problems: list[str] = []
+    arguments: tuple[object, ...] = (config,)
+    if options is None:
+        problems += [
+            f"optim.plugin_options.{name}={value}: {config.plugin} has no settings. Remove it."
+            for name, value in config.plugin_options.items()
+        ]
+    else:
+        section = build_section(options, config.plugin_options, "optim.plugin_options", problems)
+        problems += [] if section is None else range_problems(section, "optim.plugin_options")
+        arguments = (config, section)
+    raise_all(problems)
+    try:
+        rule = rule_class(*arguments)
+    except TypeError:
+        rule = None  # it has another constructor, such as that of a whole optimizer
+    if isinstance(rule, ElementwiseRule):
+        return rule
+    if not isinstance(rule, MatrixRule | SummedRule):
+        raise ConfigError(
+            f"optim.plugin={config.plugin} is not an update rule. Its class needs `roles` and "
+            "`update`, or the methods of megalith.optim.rules.MatrixRule or SummedRule, and is "
+            "built as Class(optim), or as Class(optim, options) if it has a dataclass Config."
+        )
+    if config.scalar_optimizer is None:
+        raise ConfigError(
+            f"optim.plugin={config.plugin} is a rule for whole matrices. Set "
+            "optim.scalar_optimizer=adamw for embedding tables, heads, routers and vectors."
+        )
+    return rule
+
+
+class RuleSlots(NamedTuple):
+    """Slots of one rule with equal scalars, and their gradients."""
+
+    slots: list[OptimizerSlot]
+    gradients: list[Tensor]
+    scalars: UpdateScalars
+
+
+class MatrixUpdater(Protocol):
+    """Runs a per-matrix rule on the matrices of which this rank holds slices."""
+
+    def update(self, parts: Sequence[RuleSlots], updates: int) -> None:
+        """Update all slots of the rule; `updates`: number of this update.
+
+        Collective over the ranks that hold slices of the rule's matrices: every rank makes this
+        call once per step, also without slots.
+        """
+
+    def list_states(self) -> list[tuple[Shard, str, Tensor]]:
+        """Return the states of whole matrices that this rank stores: shard, role and tensor."""
+
+
+BuildMatrixUpdater = Callable[
+    [str, MatrixRule | SummedRule, Sequence[OptimizerSlot]], MatrixUpdater
+]
+"""Builds the updater of a per-matrix rule from its name, the rule and this rank's slots of it."""
+
+
+class RuleOptimizer:
+    """Optimizer over all slots of a rank, each with one update rule.
+
+    All rules share the number of updates. Slots with the same rule, learning rate and weight decay
+    are updated together; vectors (norms, biases) have no weight decay by default.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[Shard, Tensor]],
+        config: OptimConfig,
+        rates: RatesOf = equal_rates,
+        build_matrix_updater: BuildMatrixUpdater | None = None,
+    ) -> None:
+        """`rates`: rule and factors of each parameter. `build_matrix_updater` is needed for
+        per-matrix rules, and is called for each of them on every rank."""
+        self.config = config
+        self.updates = 0
+        self.rules: dict[str, UpdateRule] = {}
+        self.slots: list[OptimizerSlot] = []
+        for shard, weight in weights:
+            parameter = rates(shard)
+            if not parameter.rule:
+                parameter = parameter._replace(rule=rule_of(shard.name, shard.inputs, config))
+            rule = self._find_rule(parameter.rule)
+            self.slots.append(build_slot(shard, weight, rule.roles, parameter))
+        self._updaters: dict[str, MatrixUpdater] = {}
+        for name in list_per_matrix_rules(config):
+            rule = self._find_rule(name)
+            if not isinstance(rule, ElementwiseRule):
+                assert build_matrix_updater is not None, f"{name} needs whole matrices"
+                slots = [slot for slot in self.slots if slot.rates.rule == name]
+                self._updaters[name] = build_matrix_updater(name, rule, slots)
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+        unclipped_scale: Tensor | None = None,
+    ) -> None:
+        """Update every weight once.
+
+        `scale` multiplies the gradients first (gradient clipping, loss scale); None leaves them.
+        `unclipped_scale`: the same for slots whose gradients are not clipped. `groups`: rates of
+        parameter groups, which replace `lr` and `weight_decay`.
+        """
+        self.updates += 1
+        parts: dict[str, list[RuleSlots]] = {name: [] for name in self.rules}
+        for part in group_by_rates(
+            self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
+        ):
+            rates = part.slots[0].rates
+            scalars = UpdateScalars(
+                part.lr,
+                part.weight_decay,
+                self.updates,
+                scale if is_clipped(part.slots[0], self.config) else unclipped_scale,
+                rates.eps,
+            )
+            parts[rates.rule].append(RuleSlots(part.slots, part.gradients, scalars))
+        for name, rule in self.rules.items():
+            if isinstance(rule, ElementwiseRule):
+                for rule_slots in parts[name]:
+                    rule.update(*rule_slots)
+            else:
+                self._updaters[name].update(parts[name], self.updates)
+        round_master_weights(self.slots)
+
+    def set_updates(self, updates: int) -> None:
+        """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
+        self.updates = updates
+
+    def list_matrix_states(self) -> list[tuple[Shard, str, Tensor]]:
+        """Return the states of whole matrices on this rank: shard, role and tensor."""
+        return [state for updater in self._updaters.values() for state in updater.list_states()]
+
+    def _find_rule(self, name: str) -> UpdateRule:
+        if name not in self.rules:
+            self.rules[name] = build_rule(name, self.config)
+        return self.rules[name]
+
+
+def is_clipped(slot: OptimizerSlot, config: OptimConfig) -> bool:
+    """Return whether the gradient of a slot counts in the global norm and is clipped."""
+    return config.muon.clip_grad or slot.rates.rule != "muon"
