@@ -89,37 +89,44 @@ def orthogonalize(
     by a + b s^2 + c s^4. The result has the dtype of the input, in which the steps are computed.
     `gram`: iterate on Gram matrices (`iterate_gram`), with the same result in exact arithmetic.
     """
-    transposed = matrices.shape[-2] > matrices.shape[-1]
-    wide = matrices.mT if transposed else matrices
-    directions = wide.new_empty(wide.shape)
-    one_by_one = wide.device.type == "cpu" and wide.shape[-2] >= MIN_ROWS_ONE_BY_ONE
-    if one_by_one or wide.shape[0] == 1:
-        parts = list(zip(wide, directions, strict=True))
-    else:
-        parts = [(wide, directions)]
-    for part, out in parts:
-        norm = torch.linalg.vector_norm(part, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-        norm = norm.to(part.dtype).clamp_(min=EPS)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    one_by_one = matrices.shape[0] == 1 or (
+        matrices.device.type == "cpu" and min(matrices.shape[-2:]) >= MIN_ROWS_ONE_BY_ONE
+    )
+    directions = matrices.new_empty(matrices.shape)
+    pairs = zip(matrices, directions, strict=True) if one_by_one else [(matrices, directions)]
+    for part, out in pairs:
+        norm = torch.linalg.vector_norm(part.flatten(-2), dim=-1, dtype=torch.float64)
+        x = part / norm.to(part.dtype).clamp_(min=EPS)[..., None, None]
+        if tall:
+            x = x.mT.contiguous()  # torch reads transposed 16-bit matrices slowly
         if gram:
-            out.copy_(iterate_gram(part / norm, coefficients))
+            x = iterate_gram(x, coefficients)
+            out.copy_(x.mT if tall else x)
         else:
-            iterate(part, norm, coefficients, out)
-    return directions.mT if transposed else directions
+            iterate(x, coefficients, out, tall=tall)
+    return directions
 
 
-def iterate(part: Tensor, norm: Tensor, coefficients: Sequence[Triple], out: Tensor) -> None:
-    """Write the steps' result for [m, n] or [b, m, n], m <= n, divided by its norm, to `out`."""
-    scratch = torch.empty_like(out)
-    x, result = (out, scratch) if len(coefficients) % 2 == 0 else (scratch, out)
-    torch.div(part, norm, out=x)
+def iterate(x: Tensor, coefficients: Sequence[Triple], out: Tensor, *, tall: bool) -> None:
+    """Write the steps' result for normalized matrices [m, n] or [b, m, n], m <= n, to `out`, which
+    is transposed if `tall`; overwrites x."""
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    result = torch.empty_like(x)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for a, b, c in coefficients:
+    for number, (a, b, c) in enumerate(coefficients):
         multiply_symmetric(x, x.mT, gram)
         multiply_symmetric(gram, gram, polynomial, add=gram, beta=b, alpha=c)
-        multiply_add(x, polynomial, x, beta=a, out=result)
-        x, result = result, x
+        if number < len(coefficients) - 1:
+            multiply_add(x, polynomial, x, beta=a, out=result)
+            x, result = result, x
+        elif not tall:
+            multiply_add(x, polynomial, x, beta=a, out=out)
+        elif x.dim() == 2:
+            torch.addmm(x.mT, x.mT, polynomial, beta=a, out=out)
+        else:
+            out.copy_(torch.baddbmm(x, polynomial, x, beta=a).mT)
 
 
 def multiply_symmetric(
