@@ -103,6 +103,10 @@ class MuonConfig:
     ns_steps: Annotated[int, Ge(1), Le(100), Example(5)] = 5
     """Number of Newton-Schulz steps."""
 
+    newton_schulz: Literal["plain", "gram"] = "plain"
+    """Form of the steps on matrices [m, n], m <= n. gram: on matrices [m, m], in fp32 for bf16
+    matrices; less work from n = 2 m on, where fp32 is not much slower than bf16."""
+
     scale: Literal["spectral", "unit_rms", "shape"] = "spectral"
     """Scale of the update of a matrix (out, in). spectral: sqrt(max(out, in)); unit_rms:
     sqrt(out / in); shape: sqrt(max(1, out / in))."""

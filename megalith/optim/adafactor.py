@@ -136,4 +136,5 @@ class SquareSums(NamedTuple):
 
 def _sum_of_squares(x: Tensor) -> Tensor:
     """Return the sum of squares of a matrix: fp32 along its rows, float64 over them."""
-    return torch.linalg.vector_norm(x, dim=1).double().square_().sum()
+    row_norms: Tensor = torch.linalg.vector_norm(x, dim=1)
+    return row_norms.double().square_().sum()

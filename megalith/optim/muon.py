@@ -36,13 +36,14 @@ class Muon:
             return []
         slices = list(gradients)
         momentum = [slot.state["momentum"] for slot in slots]
-        if scalars.scale is not None:
-            torch._foreach_mul_(slices, scalars.scale.to(slices[0].dtype))
-        torch._foreach_lerp_(momentum, slices, 1 - self.config.momentum)
-        if not self.config.nesterov:
-            return momentum
-        torch._foreach_lerp_(slices, momentum, self.config.momentum)
-        return slices
+        scale = None if scalars.scale is None else scalars.scale.to(slices[0].dtype)
+        for part in list_parts(slices):
+            if scale is not None:
+                torch._foreach_mul_(slices[part], scale)
+            torch._foreach_lerp_(momentum[part], slices[part], 1 - self.config.momentum)
+            if self.config.nesterov:
+                torch._foreach_lerp_(slices[part], momentum[part], self.config.momentum)
+        return slices if self.config.nesterov else momentum
 
     def message_dtype(self, params: torch.dtype) -> torch.dtype:
         """Return optim.muon.dtype, or bf16 for 16-bit parameters and their own dtype for others.
@@ -70,8 +71,8 @@ class Muon:
     ) -> Tensor:
         """Return the orthogonalized matrices [b, rows, columns], divided by the roots of their
         second moments."""
-        directions = orthogonalize(matrices, self.coefficients)
         c = self.config
+        directions = orthogonalize(matrices, self.coefficients, gram=c.newton_schulz == "gram")
         match c.second_moment:
             case "normuon":
                 return scale_neurons(directions, states["neuron_square"], beta2=c.beta2, eps=c.eps)
@@ -90,11 +91,23 @@ class Muon:
         """Apply weight decay, and the step with the scale of a matrix of this shape."""
         if not master_weights:
             return
-        weights = list(master_weights)
-        if scalars.weight_decay:
-            torch._foreach_mul_(weights, 1 - scalars.lr * scalars.weight_decay)
+        weights, updates = list(master_weights), list(directions)
         step = scalars.lr * update_scale(self.config, *shape)
-        torch._foreach_add_(weights, list(directions), alpha=-step)
+        for part in list_parts(weights):
+            if scalars.weight_decay:
+                torch._foreach_mul_(weights[part], 1 - scalars.lr * scalars.weight_decay)
+            torch._foreach_add_(weights[part], updates[part], alpha=-step)
+
+
+def list_parts(tensors: Sequence[Tensor]) -> list[slice]:
+    """Return the parts of a list that several operations process one after the other.
+
+    CPUs process one tensor at a time, which is still in cache for the next operation (measured: 20
+    % less time at 786,432 elements), other devices all tensors in one kernel.
+    """
+    if tensors[0].device.type == "cpu":
+        return [slice(i, i + 1) for i in range(len(tensors))]
+    return [slice(None)]
 
 
 def update_scale(config: MuonConfig, rows: int, columns: int) -> float:

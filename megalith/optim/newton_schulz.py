@@ -1,6 +1,6 @@
 """Orthogonalization of matrices by Newton-Schulz iteration, and its named sets of coefficients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,78 +71,126 @@ def select_coefficients(coefficients: str | Sequence[Triple], num_steps: int) ->
     return [triples[step % len(triples)] for step in range(num_steps)]
 
 
-def orthogonalize(matrices: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+MIN_ROWS_ONE_BY_ONE = 256
+"""On CPUs matrices with this many rows are multiplied one at a time, which keeps their buffers in
+cache; smaller ones in batches. Measured: AMD EPYC with AVX512, 512 x 512 in bf16: 7 % less time."""
+
+ROWS_PER_BLOCK = 256
+"""Rows of the blocks in which a symmetric product of a CPU is computed. Measured as above: 512 rows
+take 7 % less time in bf16, 12 % less in fp32; blocks of 128 rows are slower in bf16."""
+
+
+def orthogonalize(
+    matrices: Tensor, coefficients: Sequence[Triple], *, gram: bool = False
+) -> Tensor:
     """Return matrices [b, m, n] with singular values near 1 and the singular vectors of the input.
 
     Every matrix is divided by its Frobenius norm; then each step multiplies its singular values s
     by a + b s^2 + c s^4. The result has the dtype of the input, in which the steps are computed.
+    `gram`: iterate on Gram matrices (`iterate_gram`), with the same result in exact arithmetic.
     """
-    return _orthogonalize(matrices, coefficients, _iterate)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    one_by_one = matrices.shape[0] == 1 or (
+        matrices.device.type == "cpu" and min(matrices.shape[-2:]) >= MIN_ROWS_ONE_BY_ONE
+    )
+    directions = matrices.new_empty(matrices.shape)
+    pairs = zip(matrices, directions, strict=True) if one_by_one else [(matrices, directions)]
+    for part, out in pairs:
+        norm = torch.linalg.vector_norm(part.flatten(-2), dim=-1, dtype=torch.float64)
+        x = part / norm.to(part.dtype).clamp_(min=EPS)[..., None, None]
+        if tall:
+            x = x.mT.contiguous()  # torch reads transposed 16-bit matrices slowly
+        if gram:
+            x = iterate_gram(x, coefficients)
+            out.copy_(x.mT if tall else x)
+        else:
+            iterate(x, coefficients, out, tall=tall)
+    return directions
 
 
-def orthogonalize_by_gram(matrices: Tensor, coefficients: Sequence[Triple]) -> Tensor:
-    """Return the result of `orthogonalize`, computed with matrices [m, m], m <= n.
-
-    The product Q of the steps' polynomials is computed from A = X X^T, and multiplied with X once.
-    16-bit matrices use fp32 for A and Q, and start again from Q X after two steps, because the
-    small eigenvalues of A are lost to rounding.
-    """
-    return _orthogonalize(matrices, coefficients, _iterate_gram)
-
-
-Iteration = Callable[[Tensor, Sequence[Triple]], Tensor]
-"""Applies the steps to normalized matrices [m, n] or [b, m, n], m <= n, which may be
-overwritten."""
-
-
-def _orthogonalize(matrices: Tensor, coefficients: Sequence[Triple], iterate: Iteration) -> Tensor:
-    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    wide = matrices / norms.to(matrices.dtype).clamp(min=EPS)
-    transposed = matrices.shape[-2] > matrices.shape[-1]
-    if transposed:
-        wide = wide.mT
-    if iterates_singly(wide):
-        directions = torch.stack([iterate(matrix, coefficients) for matrix in wide])
-    else:
-        directions = iterate(wide, coefficients)
-    return directions.mT if transposed else directions
-
-
-def iterates_singly(matrices: Tensor) -> bool:
-    """Return whether matrices [b, m, n] are multiplied one at a time."""
-    return matrices.shape[0] == 1
-
-
-def _iterate(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
-    """Apply the steps in dtype and buffers of x."""
+def iterate(x: Tensor, coefficients: Sequence[Triple], out: Tensor, *, tall: bool) -> None:
+    """Write the steps' result for normalized matrices [m, n] or [b, m, n], m <= n, to `out`, which
+    is transposed if `tall`; overwrites x."""
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    result = torch.empty_like(x)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)
-    result = x.new_empty(x.shape)
-    for a, b, c in coefficients:
-        torch.matmul(x, x.mT, out=gram)
-        multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        multiply_add(x, polynomial, x, beta=a, out=result)
-        x, result = result, x
-    return x
+    for number, (a, b, c) in enumerate(coefficients):
+        multiply_symmetric(x, x.mT, gram)
+        multiply_symmetric(gram, gram, polynomial, add=gram, beta=b, alpha=c)
+        if number < len(coefficients) - 1:
+            multiply_add(x, polynomial, x, beta=a, out=result)
+            x, result = result, x
+        elif not tall:
+            multiply_add(x, polynomial, x, beta=a, out=out)
+        elif x.dim() == 2:
+            torch.addmm(x.mT, x.mT, polynomial, beta=a, out=out)
+        else:
+            out.copy_(torch.baddbmm(x, polynomial, x, beta=a).mT)
+
+
+def multiply_symmetric(
+    x: Tensor,
+    y: Tensor,
+    out: Tensor,
+    *,
+    add: Tensor | None = None,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+) -> None:
+    """Write `alpha x y + beta add`, which is symmetric, to `out`.
+
+    One large matrix on a CPU is computed by blocks of rows up to the diagonal, and mirrored.
+    """
+    multiply_add = torch.addmm if out.dim() == 2 else torch.baddbmm
+    size = out.shape[-1]
+    if out.dim() == 3 or out.device.type != "cpu" or size < 2 * ROWS_PER_BLOCK:
+        if add is None:
+            torch.matmul(x, y, out=out)
+        else:
+            multiply_add(add, x, y, beta=beta, alpha=alpha, out=out)
+        return
+    for start in range(0, size, ROWS_PER_BLOCK):
+        stop = min(start + ROWS_PER_BLOCK, size)
+        rows = out[start:stop, :stop]
+        if add is None:
+            torch.mm(x[start:stop], y[:, :stop], out=rows)
+        else:
+            block = add[start:stop, :stop]
+            torch.addmm(block, x[start:stop], y[:, :stop], beta=beta, alpha=alpha, out=rows)
+        out[:start, start:stop].copy_(out[start:stop, :start].mT)
 
 
 STEPS_PER_GRAM = 2
 """Steps of 16-bit matrices from one Gram matrix: with more, small singular values are lost."""
 
 
-def _iterate_gram(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+def iterate_gram(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """Return the steps' result for normalized matrices, computed with matrices [m, m], m <= n.
+
+    The product Q of the steps' polynomials is computed from A = X X^T, and multiplied with X once.
+    16-bit matrices use fp32 for A and Q, and start again from Q X after two steps, because the
+    small eigenvalues of A are lost to rounding.
+    """
     if x.dtype in (torch.bfloat16, torch.float16):
         for first in range(0, len(coefficients), STEPS_PER_GRAM):
             steps = coefficients[first : first + STEPS_PER_GRAM]
-            x = _iterate_gram(x.float(), steps).to(x.dtype)
+            x = iterate_gram(x.float(), steps).to(x.dtype)
         return x
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    gram, product = x @ x.mT, None
+    gram = x.new_empty(*x.shape[:-1], x.shape[-2])
+    multiply_symmetric(x, x.mT, gram)
+    product: Tensor | None = None
     for number, (a, b, c) in enumerate(coefficients):
-        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        polynomial, other = torch.empty_like(gram), torch.empty_like(gram)
+        multiply_symmetric(gram, gram, polynomial, add=gram, beta=b, alpha=c)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = polynomial if product is None else polynomial @ product
+        if product is None:
+            product = polynomial
+        else:
+            # polynomials of one matrix commute, so that all their products are symmetric
+            multiply_symmetric(polynomial, product, other)
+            product, other = other, torch.empty_like(gram)
         if number < len(coefficients) - 1:
-            gram = polynomial @ gram @ polynomial
+            multiply_symmetric(polynomial, gram, other)
+            multiply_symmetric(other, polynomial, gram)
     return x if product is None else product @ x

@@ -139,7 +139,8 @@ def _rotated_sides(states: Mapping[str, Tensor]) -> list[str]:
 
 def _compute_eigenbasis(factors: Tensor) -> Tensor:
     """Return the eigenvectors [b, n, n] of symmetric matrices, largest eigenvalue first."""
-    return torch.linalg.eigh(factors).eigenvectors.flip(-1)
+    eigenvectors: Tensor = torch.linalg.eigh(factors).eigenvectors
+    return eigenvectors.flip(-1)
 
 
 def _estimate_eigenvalues(states: Mapping[str, Tensor], side: str) -> Tensor:

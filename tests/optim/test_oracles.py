@@ -77,6 +77,19 @@ def test_muon_equals_torch_muon(
         assert_equals(f"w{number}", weight, parameter.detach(), ORACLE if batched else EXACT)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no torch.optim.Muon")
+def test_muon_of_large_matrices_equals_torch_muon() -> None:
+    shapes = [(520, 530), (530, 520), (300, 260), (260, 300), (260, 300)]
+    parameters = [torch.nn.Parameter(weight) for weight in draw(shapes, 3, torch.float32)]
+    oracle = torch.optim.Muon(parameters, lr=1e-2, adjust_lr_fn="match_rms_adamw", ns_steps=2)
+    config = OptimConfig(muon=replace(MUON, ns_steps=2))
+    ours = WholeMatrices(Muon(config), draw(shapes, 3, torch.float32), batched=True)
+    step_torch(oracle, parameters, draw(shapes, 4, torch.float32))
+    ours.step(draw(shapes, 4, torch.float32), lr=1e-2, weight_decay=0.1)
+    for number, (weight, parameter) in enumerate(zip(ours.weights, parameters, strict=True)):
+        assert_equals(f"w{number}", weight, parameter.detach(), EXACT)
+
+
 def test_muon_multiplies_the_gradients_by_the_scale_before_the_momentum() -> None:
     scaled, plain = (
         WholeMatrices(Muon(OptimConfig()), draw(SHAPES, 3, torch.float64), batched=True)
