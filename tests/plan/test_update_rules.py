@@ -178,8 +178,9 @@ def test_states_of_another_rule_are_named_with_both_rules() -> None:
     name = "layers.0.attention.q"
     assert describe_rule_change(name, 1, ["momentum"], ["exp_avg", "exp_avg_sq"], MUON) == (
         f"the checkpoint holds exp_avg, exp_avg_sq of '{name}'; optim.kind=muon needs momentum. "
-        "Set checkpoint.load_mode=progress, with checkpoint.load, for a new optimizer at the same "
-        "step, or optim.kind=adamw."
+        "Set checkpoint.load_mode=progress, with checkpoint.load in another folder, for a new "
+        "optimizer at the same step (in the run's own folder checkpoint.missing_keys=warn and "
+        "checkpoint.unexpected_keys=warn), or optim.kind=adamw."
     )
     head = describe_rule_change("head.weight", 1, ["exp_avg", "exp_avg_sq"], ["exp_avg"], MUON)
     assert "optim.scalar_optimizer=adamw needs" in head and head.endswith(
