@@ -232,7 +232,7 @@ def describe_rule_change(
     same = f", or {setting}={previous}" if previous and rule != PLUGIN_RULE else ""
     return (
         f"the checkpoint holds {', '.join(stored)} of '{name}'; {setting}={value} {needs}. Set "
-        "checkpoint.load_mode=progress, with checkpoint.load in another folder, for a new optimizer "
-        "at the same step (in the run's own folder checkpoint.missing_keys=warn and "
+        "checkpoint.load_mode=progress, with checkpoint.load in another folder, for a new "
+        "optimizer at the same step (in the run's own folder checkpoint.missing_keys=warn and "
         f"checkpoint.unexpected_keys=warn){same}."
     )
