@@ -330,6 +330,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "optim.adafactor.eps2",
         "optim.frozen",
         "optim.muon.clip_grad",
+        "optim.muon.newton_schulz",
         "optim.nesterov",
         "optim.trained",
         "parallel.check_collectives",
