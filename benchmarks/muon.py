@@ -92,8 +92,8 @@ class Ours:
             for matrix, i in zip(matrices, batch, strict=True):
                 matrix.copy_(inputs[i])
             directions = self.rule.compute_direction(matrices, {}, self.updates)
-            masters = [self.slots[i].master for i in batch]
-            self.rule.apply(masters, list(directions.unbind()), (rows, columns), scalars)
+            master_weights = [self.slots[i].master for i in batch]
+            self.rule.apply(master_weights, list(directions.unbind()), (rows, columns), scalars)
 
 
 class TorchMuon:

@@ -49,7 +49,7 @@ COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = {
 Grishina et al. 2025, arXiv:2506.10935."""
 
 REPEAT_LAST = frozenset({"polar_express", "cans", "deepseek_v4"})
-"""Sets whose last triple is repeated in further steps; the others start again."""
+"""Sets whose last triple is repeated in all later steps; the others start again."""
 
 EPS = 1e-7
 """Smallest norm by which a matrix is divided, as in torch.optim.Muon: a zero matrix gives zero."""

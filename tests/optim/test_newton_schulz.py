@@ -66,7 +66,7 @@ def test_matrix_keeps_its_singular_vectors_and_gets_the_polynomial_of_its_values
         assert_equals(f"{name} {shape}", result, u @ values.diag() @ vh, FP64)
 
 
-def test_further_steps_repeat_the_last_triple_or_start_again() -> None:
+def test_steps_beyond_the_set_repeat_the_last_triple_or_start_again() -> None:
     for name, repeats in (
         ("polar_express", True),
         ("cans", True),
@@ -76,10 +76,8 @@ def test_further_steps_repeat_the_last_triple_or_start_again() -> None:
         ("aol", False),
     ):
         triples = COEFFICIENT_SETS[name]
-        further = select_coefficients(name, len(triples) + 2)[len(triples) :]
-        assert further == (
-            [triples[-1]] * 2 if repeats else [triples[0], triples[1 % len(triples)]]
-        )
+        beyond = select_coefficients(name, len(triples) + 2)[len(triples) :]
+        assert beyond == ([triples[-1]] * 2 if repeats else [triples[0], triples[1 % len(triples)]])
     assert select_coefficients("deepseek_v4", 10)[-2:] == [(2.0, -1.5, 0.5)] * 2
 
 
