@@ -79,7 +79,7 @@ def test_muon_equals_torch_muon(
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no torch.optim.Muon")
 def test_muon_of_large_matrices_equals_torch_muon() -> None:
-    shapes = [(520, 530), (530, 520), (300, 260), (260, 300), (260, 300)]
+    shapes = [(520, 530), (520, 530), (530, 520), (300, 260), (260, 300)]
     parameters = [torch.nn.Parameter(weight) for weight in draw(shapes, 3, torch.float32)]
     oracle = torch.optim.Muon(parameters, lr=1e-2, adjust_lr_fn="match_rms_adamw", ns_steps=2)
     config = OptimConfig(muon=replace(MUON, ns_steps=2))
