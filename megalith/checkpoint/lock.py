@@ -265,6 +265,12 @@ def is_running(holder: LockHolder) -> bool:
     return holder.started == _started(holder.pid) != ""
 
 
+def identify_process(pid: int) -> str:
+    """Return a text that no other process has, also not one that gets the same id later: boot id,
+    process namespace, process id and start time."""
+    return f"{_machine()} {pid} {_started(pid)}"
+
+
 def _started(pid: int) -> str:
     """Return the start time of a process in kernel ticks; empty if there is none or it is a
     zombie."""
