@@ -322,6 +322,12 @@ def _write_suspect_hosts(folder: Path, file: Path) -> None:
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "suspect":
         where = "saved" if outcome.saved else "not saved; the latest checkpoint is older"
+        if outcome.step >= run.train.steps:
+            return (
+                f"finished its last step {outcome.step}, but on a suspect machine "
+                f"({outcome.reason}); {where}. {folder}/suspects.jsonl lists the suspect hosts: "
+                "check the result, or train the last steps again from an older checkpoint"
+            )
         return (
             f"stopped before step {outcome.step + 1} ({outcome.reason}); {where}. Run the same "
             f"command again on other machines: {folder}/suspects.jsonl lists the suspect hosts"

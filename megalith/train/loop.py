@@ -483,6 +483,8 @@ class TrainLoop:
                 break
             if self.groups is not None and self.groups.changes_epoch and state.step < num_steps:
                 loader = self._enter_epoch()
+        if self.health_check.suspect is not None:  # no step follows that would execute its request
+            return self._exit_for_other_machines(self.health_check.suspect)
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
@@ -519,8 +521,8 @@ class TrainLoop:
         return False
 
     def _exit_for_other_machines(self, reason: str) -> Outcome:
-        """Save the state before the discarded step, if it is valid, and return that the run must
-        continue on other machines."""
+        """Save the state after the last step that is not discarded, if it is valid, and return that
+        the run must continue on other machines."""
         step = self.prepared.state.step
         self.prepared.trainer.data.wait_params()
         self._drain_save()
