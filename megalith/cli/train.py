@@ -15,7 +15,6 @@ from megalith.cli.output import format_value
 from megalith.config.train import CONFIG_FILE, TrainRun, is_started, run_path
 from megalith.config.tree import Override
 from megalith.errors import ConfigError
-from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
     from megalith.launch.heartbeat import RankHeartbeat
@@ -219,6 +218,7 @@ def must_start_workers(
     Raises:
         ConfigError: --nproc is below 1, or a rule is violated.
     """
+    from megalith.estimate.advise import resolve_auto_recompute
     from megalith.launch.launcher import in_worker
     from megalith.rules.run import check_run
 
@@ -238,6 +238,7 @@ def resolve_recompute(run: TrainRun, folder: Path | None = None) -> TrainRun:
     choice. `folder`: that of a run that may resume."""
     if run.recompute.granularity != "auto":
         return run
+    from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
     from megalith.launch.worker import Worker
     from megalith.rules.run import check_run
 
