@@ -25,10 +25,9 @@ from megalith.plan.context import KeySpans, KeyTile
 from megalith.plan.keys import key as integer_key
 
 
-
-def key_of(*words: int | str) -> int:
-    """Return `plan.keys.key` of the words, as a constant for torch.compile."""
-    return integer_key(*words)
+def key_of(seed: int, purpose: str, name: str, *indices: int) -> int:
+    """Return `plan.keys.key` of the arguments, as a constant for torch.compile."""
+    return integer_key(seed, purpose, name, *indices)
 
 
 # What torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which takes
