@@ -177,6 +177,17 @@ def test_the_help_of_every_command_appears_without_torch() -> None:
     assert run_python(code) == "", "this help is the first that loads torch"
 
 
+def test_start_of_training_imports_neither_estimates_nor_the_compiler() -> None:
+    """numpy, which the estimates need, and torch._dynamo take as long as all other modules."""
+    code = (
+        "import sys, megalith.cli.train\n"
+        "print('numpy' in sys.modules)\n"
+        "import megalith.train.loop\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    assert run_python(code) == "False\nFalse\n"
+
+
 def test_importing_the_package_opens_no_connection_and_touches_no_device() -> None:
     code = (
         "import importlib, socket, sys\n"

@@ -5,7 +5,8 @@
 It is run by hand in an environment with torch and megatron-core (tested: 0.16.0), and needs nothing
 of Megalith. The model and its distributed optimizer are built from the checkpoint's arguments and
 loaded with `dist_checkpointing.load`. Every parameter, master weight and moment must equal the
-values that `torch.distributed.checkpoint` reads from the same folder, bit for bit.
+values that `torch.distributed.checkpoint` reads from the same folder, bit for bit, and the folder
+has exactly the names that megatron-core requests (`strict="raise_all"`).
 `load_plain_tensors` must return them, too.
 
 megatron-core expects a GPU: what it asks of one is answered for the CPU, on the lines below.
@@ -62,16 +63,15 @@ def check_on_rank(rank: int, folder: Path, tp: int) -> None:
     stored = read_plainly(folder)
     model = build_model(common["args"], tp)
     wanted: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
-    drop_extra_state(wanted["model"])
-    shards = list_shards(wanted["model"])
+    shards = list_shards(drop_extra_state(wanted["model"]))
     optimizer = None
     if "optimizer" in common:
         optimizer = build_optimizer(common["args"], model)
         wanted["optimizer"] = optimizer.sharded_state_dict(
             wanted, is_loading=True, metadata=metadata
         )
-    loaded = checkpointing.load(wanted, str(folder))
-    compare_weights(loaded["model"], shards, stored)
+    loaded = checkpointing.load(wanted, str(folder), strict="raise_all")
+    compare_weights(drop_extra_state(loaded["model"]), shards, stored)
     counts = [f"{len(shards)} boxes of weights"]
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
@@ -254,10 +254,10 @@ def name_as_transformer_engine(layer: Any, *, is_mla: bool) -> None:
     layer.submodules.sharded_state_dict_keys_map = names
 
 
-def drop_extra_state(state: dict[str, Any]) -> None:
-    """Remove states of Transformer Engine's fp8 recipes, which are not part of the weights."""
-    for name in [name for name in state if name.endswith("_extra_state")]:
-        del state[name]
+def drop_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without that of Transformer Engine's fp8 recipes, which is not part of the
+    weights."""
+    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
 def build_optimizer(args: argparse.Namespace, model: Any) -> Any:

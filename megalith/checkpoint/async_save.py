@@ -305,6 +305,8 @@ class AsyncSaver:
         """Where the writer receives copies, once it has reported it."""
         self._copy_writer: WriterProcess | None = None
         """The writer that serves a port for copies."""
+        self._start_error = ""
+        """Why the last start of a writer process failed."""
         self._digests: tuple[str, ...] = ()
         """Plans of all ranks for which `_metadata` was computed."""
         self._plan = plan_staging(entries)
@@ -338,10 +340,11 @@ class AsyncSaver:
         """Start a writer process; an error is reported by the next save."""
         try:
             writer = WriterProcess(region, self._settings)
-            self._writer, self._copy_port = writer, None
+            self._writer, self._copy_port, self._start_error = writer, None, ""
             writer.send(self._plan.write_plan)
             self._send_copy_server()
         except (OSError, CheckpointError) as error:
+            self._start_error = f"the writer process cannot be started: {error}"
             _log.warning("the writer process of asynchronous saves cannot be started: %s", error)
 
     def _share_plans(self, digests: tuple[str, ...]) -> None:
@@ -436,12 +439,13 @@ class AsyncSaver:
         The tensors of `entries` must not be written before `wait_staged`. `state` is captured now.
 
         Raises:
-            CheckpointError: on every rank: there is too little space, or a writer does not answer.
+            CheckpointError: on every rank: there is too little space, or a writer has ended or does
+                not answer.
         """
         assert self._pending is None and self._local_tier is not None, "one save at a time"
         started = time.monotonic()
         self._update_plan(entries)
-        local = self._local_tier.prepare(step, entries, self._find_copy_address(), lineage=lineage)
+        local = self._local_tier.prepare(step, entries, self._find_copy_address, lineage=lineage)
         self._region.record_updates()
         snapshot = Snapshot(local.staging, step, self._world.rank, tuple(entries), state, started)
         pending = _PendingSave(snapshot, lambda: None, local)
@@ -452,11 +456,23 @@ class AsyncSaver:
 
     def _find_copy_address(self) -> PeerAddress | None:
         """Return where this rank's writer receives copies, waiting for a writer that starts; None
-        if it does not answer."""
+        if it does not answer. If it has ended, the next save has another one.
+
+        Raises:
+            CheckpointError: the writer has ended, or cannot be started.
+        """
         assert self._local_tier is not None, "the tier is served"
         deadline = time.monotonic() + _START_S
         while self._copy_port is None and time.monotonic() < deadline:
+            writer, problem = self._writer, self._start_error
+            if writer is not None:
+                problem = writer.describe_exit() or ""
             self._read_reports(None)
+            if self._copy_port is None and problem:
+                self._stop_writer()
+                self._start_error = ""
+                self._thread.submit(self._start_writer, self._region)
+                raise CheckpointError(f"{problem.removesuffix('.')}.")
             time.sleep(_WAIT_S)
         if self._copy_port is None:
             return None

@@ -22,6 +22,7 @@ from megalith.checkpoint.lock import (
     create_holder,
     is_running,
     is_this_machine,
+    parse_holder,
 )
 from megalith.errors import CheckpointError
 from megalith.object_store import StoreOptions, StorePath
@@ -192,9 +193,7 @@ def _read(path: StorePath) -> LeaseRecord | None:
     """
     try:
         raw = storage.parse_json(storage.read_bytes(path, max_nbytes=_MAX_NBYTES))
-        holder = LockHolder(
-            **{name: kind(raw["holder"][name]) for name, kind in LockHolder.__annotations__.items()}
-        )
+        holder = parse_holder(raw["holder"])
         return LeaseRecord(holder, str(raw["run_folder"]), int(raw["inode"]), float(raw["renewed"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -1,23 +1,20 @@
 """Loads checkpoints under any layout: reads the requested boxes from the stored boxes.
 
-No code in the folder is executed: the manifest is validated JSON, tensors are read with
-`weights_only`, and `.metadata`, a pickle, is not opened.
+No code in the folder is executed: the manifest is validated JSON, pickles of tensors are parsed by
+`safe_pickle`, and `.metadata`, another pickle, is not opened.
 """
 
 import atexit
 import functools
-import io
 import logging
 import shutil
-import struct
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,94 +63,13 @@ from megalith.checkpoint.manifest import (
     read_manifest,
 )
 from megalith.checkpoint.parallel_read import fill_in_parallel, list_needed_boxes
+from megalith.checkpoint.safe_pickle import ArchiveTensor, parse_archive, require_plain
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.object_store import StorePath
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box, intersect
 from megalith.storage import StoragePath
-
-# --- archives of torch.save, read without copying their values
-
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""Header of a file in a zip archive, up to its name; contains the lengths of name and extra
-field."""
-
-
-class _Window(io.RawIOBase):
-    """File object over memory; unlike BytesIO, without a copy."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data = data
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, len(self._data))[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:  # any writable memory
-        into = memoryview(buffer).cast("B")
-        part = self._data[self._at : self._at + len(into)]
-        into[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
-def parse_saved_tensor(
-    data: memoryview,
-) -> Any:  # an untrusted file may hold any object that weights_only permits
-    """Return what `torch.save` wrote into `data`. A plain tensor is a read-only view; no code is
-    executed.
-
-    Raises: Exception: of any kind, if the bytes are something else.
-    """
-    with torch.serialization.skip_data():  # reads shape and dtype, not the values
-        blank = _load(data)
-    start = _values_start(data, blank) if _is_plain(blank) else None
-    if start is None:
-        return _load(data)
-    # The address may be unaligned: x86 and ARM support this, and the bytes are copied afterwards.
-    return torch.frombuffer(data, dtype=blank.dtype, count=blank.numel(), offset=start).view(
-        blank.shape
-    )
-
-
-def _load(data: memoryview) -> Any:  # as above
-    return torch.load(cast(IO[bytes], _Window(data)), map_location="cpu", weights_only=True)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether the object is a contiguous tensor that fills its storage."""
-    return (
-        type(value) is Tensor
-        and value.numel() > 0
-        and value.is_contiguous()
-        and value.untyped_storage().nbytes() == value.nbytes
-    )
-
-
-def _values_start(data: memoryview, blank: Tensor) -> int | None:
-    """Return the offset of a plain tensor's values; None if the archive does not have torch's
-    layout."""
-    with zipfile.ZipFile(_Window(data)) as archive:
-        values = [info for info in archive.infolist() if "/data/" in info.filename]
-    if (
-        len(values) != 1
-        or values[0].compress_type != zipfile.ZIP_STORED
-        or values[0].file_size != blank.nbytes
-    ):
-        return None
-    name, extra = _LOCAL_HEADER.unpack_from(data, values[0].header_offset)
-    start = values[0].header_offset + 30 + name + extra
-    return start if start + blank.nbytes <= len(data) else None
-
 
 STRICT = CheckpointConfig()
 """Rules of a load with no missing and no unexpected keys."""
@@ -564,12 +480,15 @@ class Checkpoint:
             CheckpointError: the bytes are not the expected tensor; `place` names them.
         """
         try:
-            tensor = parse_saved_tensor(data)
-        except Exception as error:  # untrusted bytes may raise any error, but are not executed
+            value = require_plain(
+                parse_archive(data, source="the bytes"), what="the tensor", source="the archive"
+            )
+        except CheckpointError as error:
             raise CheckpointError(
                 f"{place} are not a plain tensor, and nothing in them was run "
                 f"({_first_line(error)}). Use a checkpoint from a trusted source."
             ) from error
+        tensor = value.read() if isinstance(value, ArchiveTensor) else value
         expected = lengths(stored.box), layout.DTYPES[self.manifest.tensors[key].dtype]
         if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
             actual = (

@@ -242,14 +242,15 @@ class LocalTier:
         self,
         step: int,
         entries: Sequence[CheckpointEntry],
-        copy_address: PeerAddress | None,
+        find_copy_address: Callable[[], PeerAddress | None],
         *,
         lineage: Sequence[int] = (),
     ) -> "LocalSave":
         """Create the temporary folder of a save that writer processes do, and return what this
         rank's writer needs for it.
 
-        copy_address: where this rank's writer receives copies; None: it cannot.
+        find_copy_address: returns where this rank's writer receives copies, or None if it does not
+            answer; raises CheckpointError if it has ended.
 
         Raises:
             CheckpointError: on every rank with the same text: there is too little space, or a
@@ -258,7 +259,7 @@ class LocalTier:
         world, peers = self._world, self._peers
         staging = self.folder / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
         try:
-            sizes = raise_on_all_ranks(lambda: self._measure(entries, copy_address), world)
+            sizes = raise_on_all_ranks(lambda: self._measure(entries, find_copy_address()), world)
             unreachable = [
                 rank for rank, size in enumerate(sizes) if peers and size.address is None
             ]

@@ -9,11 +9,11 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from megalith import storage
 from megalith.errors import CheckpointError
@@ -239,12 +239,20 @@ def _is_open_at(handle: int, path: Path) -> bool:
 def _read(path: Path) -> LockHolder | None:
     """Return the holder in the file; None if it is new, or if a crash left it incomplete."""
     try:
-        fields = storage.parse_json(storage.read_bytes(path))
-        return LockHolder(
-            **{name: kind(fields[name]) for name, kind in LockHolder.__annotations__.items()}
-        )
+        return parse_holder(storage.parse_json(storage.read_bytes(path)))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def parse_holder(fields: Mapping[str, Any]) -> LockHolder:  # Any: JSON
+    """Return the holder that fields of JSON describe.
+
+    Raises:
+        KeyError, TypeError, ValueError: they describe none.
+    """
+    return LockHolder(
+        **{name: kind(fields[name]) for name, kind in LockHolder.__annotations__.items()}
+    )
 
 
 def is_this_machine(holder: LockHolder) -> bool:
@@ -263,6 +271,12 @@ def is_running(holder: LockHolder) -> bool:
             return True
         return True
     return holder.started == _started(holder.pid) != ""
+
+
+def identify_process(pid: int) -> str:
+    """Return a text that no other process has, also not one that gets the same id later: boot id,
+    process namespace, process id and start time."""
+    return f"{_machine()} {pid} {_started(pid)}"
 
 
 def _started(pid: int) -> str:

@@ -395,9 +395,20 @@ def dump_metadata(tensors: Mapping[str, StoredTensor]) -> bytes:
     return pickle.dumps(dcp_metadata(tensors))
 
 
-def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Bytes of a value that is not a tensor, in `torch.save` format."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+def dcp_metadata(
+    tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject] | None = None
+) -> "Metadata":
     """Describe the same boxes as torch.distributed.checkpoint metadata, so that `dcp.load` can open
-    the folder."""
+    the folder. `objects`: values that are not tensors, by key."""
     # takes a second to import; only rank 0 needs it
     from torch.distributed.checkpoint import (
         filesystem,
@@ -418,9 +429,13 @@ def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
         described[key] = metadata.TensorStorageMetadata(
             properties, torch.Size(tensor.shape), chunks
         )
+    for key, value in (objects or {}).items():
+        described[key] = metadata.BytesStorageMetadata()
+        place = filesystem._StorageInfo(value.file, value.offset, value.nbytes)
+        places[metadata.MetadataIndex(key)] = place
     return metadata.Metadata(
         described,
-        planner_data={key: (key,) for key in tensors},
+        planner_data={key: (key,) for key in described},
         storage_data=places,
         version="1.0.0",
     )

@@ -15,7 +15,6 @@ from megalith.cli.output import format_value
 from megalith.config.train import CONFIG_FILE, TrainRun, is_started, run_path
 from megalith.config.tree import Override
 from megalith.errors import ConfigError
-from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
     from megalith.launch.heartbeat import RankHeartbeat
@@ -219,6 +218,7 @@ def must_start_workers(
     Raises:
         ConfigError: --nproc is below 1, or a rule is violated.
     """
+    from megalith.estimate.advise import resolve_auto_recompute
     from megalith.launch.launcher import in_worker
     from megalith.rules.run import check_run
 
@@ -238,6 +238,7 @@ def resolve_recompute(run: TrainRun, folder: Path | None = None) -> TrainRun:
     choice. `folder`: that of a run that may resume."""
     if run.recompute.granularity != "auto":
         return run
+    from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
     from megalith.launch.worker import Worker
     from megalith.rules.run import check_run
 
@@ -322,6 +323,12 @@ def _write_suspect_hosts(folder: Path, file: Path) -> None:
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "suspect":
         where = "saved" if outcome.saved else "not saved; the latest checkpoint is older"
+        if outcome.step >= run.train.steps:
+            return (
+                f"finished its last step {outcome.step}, but on a suspect machine "
+                f"({outcome.reason}); {where}. {folder}/suspects.jsonl lists the suspect hosts: "
+                "check the result, or train the last steps again from an older checkpoint"
+            )
         return (
             f"stopped before step {outcome.step + 1} ({outcome.reason}); {where}. Run the same "
             f"command again on other machines: {folder}/suspects.jsonl lists the suspect hosts"

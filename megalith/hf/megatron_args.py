@@ -289,8 +289,10 @@ def _find_unsupported(word_list: ArgumentWords) -> list[str]:
     problems = []
     for name in UNSUPPORTED:
         key, value = word_list.find(name)
-        if value and str(value) not in ("0", "0.0"):
-            reason = by_name[name].reason if name in by_name else "not implemented"
+        requires = by_name[name].requires
+        is_read = requires is None or bool(word_list.find(requires)[1])
+        if is_read and value and str(value) not in ("0", "0.0"):
+            reason = by_name[name].reason
             problems.append(f"args.{key}={value!r:.80}: {reason}.")
     path, text = (word_list.find(flag)[1] for flag in (PATH, TEXT))
     if path and not text:

@@ -30,7 +30,7 @@ from megalith import storage
 from megalith.checkpoint.format import METADATA, lengths, numel, show_dtype
 from megalith.checkpoint.iterations import BACKEND, COMMON, RELEASE, TRACKER
 from megalith.checkpoint.load import Checkpoint
-from megalith.checkpoint.save import BOX_NBYTES, dcp_metadata
+from megalith.checkpoint.save import BOX_NBYTES, StoredObject, dcp_metadata
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
@@ -86,6 +86,8 @@ PREFIXES: Mapping[Role, str] = {
 master weights `param`."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LINEAR = re.compile(r"(.+\.(?:linear_\w+|fc[12]_latent_proj|eh_proj)\.)weight")
+_EXPERTS = ".experts.experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,11 @@ def write_megatron(
         batches = split_into_files(items, BATCH_NBYTES)
         # Megatron stores no hashes
         written = write_box_files(folder, batches, options, work.journal, hashes=False)
-        files[METADATA] = pickle.dumps(dcp_metadata(written.tensors))
+        extra_file = f"__{len(batches)}_0.distcp"
+        files[extra_file] = _dump_archive([None])  # megatron-core stores lists of one element
+        extra_state = StoredObject(extra_file, 0, len(files[extra_file]))
+        objects = dict.fromkeys(list_extra_states(plan.tensors), extra_state)
+        files[METADATA] = pickle.dumps(dcp_metadata(written.tensors, objects))
         files[BACKEND] = json.dumps(BACKEND_CONTENT).encode()
         for name, contents in files.items():
             storage.write_new(folder / name, contents)
@@ -224,6 +230,27 @@ def write_megatron(
         storage.replace_file(root / TRACKER, iteration.encode())
         publish(work, root, target)
     return plan.nbytes
+
+
+def list_extra_states(tensors: Sequence[ExportedTensor]) -> list[str]:
+    """Return the names of the `_extra_state` of all linear layers: the fp8 state of Transformer
+    Engine, which is None without fp8. Megatron has one per layer and expert, and its load fails
+    without them.
+
+    Name and position follow `ShardedObject.unique_key` of megatron-core 0.16.
+    """
+    names = []
+    for tensor in tensors:
+        match = _LINEAR.fullmatch(tensor.name)
+        if match is None or tensor.role != "param":
+            continue
+        spans = [] if tensor.layer is None else [(tensor.layer, tensor.num_layers)]
+        num_experts = tensor.shape[0] if _EXPERTS in tensor.name else 0
+        for expert in range(max(1, num_experts)):
+            position = [*spans, (expert, num_experts)] if num_experts else spans or [(0, 1)]
+            offset, shape = (".".join(map(str, each)) for each in zip(*position, strict=True))
+            names.append(f"{match[1]}_extra_state/shard_{offset}_{shape}")
+    return names
 
 
 def _dump_archive(value: object) -> bytes:

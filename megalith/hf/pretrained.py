@@ -569,8 +569,12 @@ def mark_sources(models: Sequence[Pretrained]) -> contextlib.ExitStack:
     """Announce that this process reads checkpoints of other runs, until the end of `with`."""
     marks = contextlib.ExitStack()
     for model in models:
-        if model.checkpoint is not None:
-            marks.enter_context(mark_reading(model.checkpoint.path))
+        weights = model.weights
+        if isinstance(weights, AdaptedWeights):
+            marks.enter_context(mark_reading(weights.path))
+            weights = weights.base
+        if isinstance(weights, CheckpointWeights):
+            marks.enter_context(mark_reading(weights.checkpoint.path))
     return marks
 
 

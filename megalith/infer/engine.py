@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 
@@ -31,6 +32,7 @@ from megalith.infer.outputs import (
 from megalith.infer.pooling import HiddenStatePooler
 from megalith.infer.refit import (
     UpdateMode,
+    WeightExchange,
     WeightReading,
     WeightSource,
     WeightUpdater,
@@ -292,18 +294,13 @@ class InferenceEngine:
         if self.runner.adapters is not None:
             self.runner.adapters.check_update(source)
         self._memory.restore_weights()
-        update = self._updater.prepare(source)
-        if mode == "drain":
-            self._finish_requests()
-        else:
-            self._finish_steps()
-        try:
-            self._updater.write(update)
-        except BaseException:
-            if self._updater.error is not None:
-                for request in list(self._requests.values()):
-                    self._outputs += self._end_request(request, "error", error=self._updater.error)
-            raise
+        with ExitStack() as marks:
+            update = self._updater.prepare(source, marks)
+            if mode == "drain":
+                self._finish_requests()
+            else:
+                self._finish_steps()
+            self._write_weights(update)
         self.weight_version += 1
         self.scheduler.reset_prefix_cache()
         if mode == "recompute":
@@ -311,6 +308,17 @@ class InferenceEngine:
         if self.runner.adapters is not None and isinstance(update, WeightReading):
             assert update.source is not None, "checked by check_update"
             self.runner.adapters.set_source(update.source)
+
+    def _write_weights(self, update: WeightReading | WeightExchange) -> None:
+        """Write checked weights; if the model has a mixture of old and new ones after an error, all
+        requests end with it."""
+        try:
+            self._updater.write(update)
+        except BaseException:
+            if self._updater.error is not None:
+                for request in list(self._requests.values()):
+                    self._outputs += self._end_request(request, "error", error=self._updater.error)
+            raise
 
     def take_outputs(self) -> list[TokenOutput]:
         """Return the tokens that the next step would return first: those generated during a weight

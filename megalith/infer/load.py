@@ -26,10 +26,7 @@ from megalith.config.serve import (
 )
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
-from megalith.hf.pretrained import (
-    Pretrained,
-    load_weights,
-)
+from megalith.hf.pretrained import Pretrained, load_weights, mark_sources
 from megalith.infer.draft_model import check_same_vocabulary
 from megalith.infer.layout import (
     DEFAULT_PARALLEL,
@@ -177,7 +174,8 @@ def load_text_generator(
     )
     (model,) = build_chunks(context)
     check_mlp_chunks(model, mlp_chunks, source.path)
-    load_decoder(model, source, device, mesh.world)
+    with mark_sources([source] if mesh.world.rank == 0 else []):
+        load_decoder(model, source, device, mesh.world)
     draft_config, draft_model = None, None
     if config.speculation.draft_model is not None:
         draft = open_source(config.speculation.draft_model, mesh.tp.size)

@@ -7,6 +7,7 @@ Beside both sets of weights, an update needs at most the memory of one parameter
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -18,7 +19,13 @@ from megalith.checkpoint.format import CheckpointEntry, TensorPiece, pieces
 from megalith.config.model import MTPConfig
 from megalith.errors import CheckpointError, ConfigError, PlanError, did_you_mean
 from megalith.hf.folder import Weights
-from megalith.hf.pretrained import Pretrained, check_same_model, locate_source, open_pretrained
+from megalith.hf.pretrained import (
+    Pretrained,
+    check_same_model,
+    locate_source,
+    mark_sources,
+    open_pretrained,
+)
 from megalith.hf.release import parameters
 from megalith.infer.quantize import (
     PIECE_ELEMENTS,
@@ -131,9 +138,12 @@ class WeightUpdater:
         self.error: str | None = None
         """Why the model has a mixture of old and new weights; None: it has not."""
 
-    def prepare(self, source: WeightSource) -> WeightReading | WeightExchange:
+    def prepare(self, source: WeightSource, marks: ExitStack) -> WeightReading | WeightExchange:
         """Check new weights without changing the model: names, shapes, files, and that all values
         are finite. Collective over the ranks, and over those of a training mesh.
+
+        marks: receives the marker of a reader, which keeps a run from deleting the checkpoint; to
+            close after `write`.
 
         Raises:
             CheckpointError: on every rank: they cannot be used.
@@ -146,6 +156,8 @@ class WeightUpdater:
             check_parameters(shapes, self._expected_shapes(), "the tensors")
         else:
             reading = self._open(str(source))
+            if reading.source is not None and self.ranks.rank == 0:
+                marks.enter_context(mark_sources([reading.source]))
         raise_on_all_ranks(lambda: self._check_values(reading.weights), self.ranks)
         return reading
 

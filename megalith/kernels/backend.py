@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from megalith.config.kernels import (
@@ -139,6 +140,7 @@ def unavailable_backends() -> Mapping[str, str]:
     from megalith.kernels.grouped_linear import HAS_GROUPED_MM
 
     reasons |= {} if HAS_GROUPED_MM else {"grouped": "this version of torch has no grouped_mm"}
-    return reasons | (
-        {} if has_varlen() else {"varlen": "this version of torch has no varlen_attn with windows"}
-    )
+    # it is for GPUs only, and its module imports torch._dynamo, which takes a second
+    if torch.accelerator.is_available() and not has_varlen():
+        reasons |= {"varlen": "this version of torch has no varlen_attn with windows"}
+    return reasons

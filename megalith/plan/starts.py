@@ -86,6 +86,9 @@ class Start:
     """local, persistent, or none."""
     launcher: int | None = None
     """Process id of our launcher, which writes the exit; None: the ranks do."""
+    launcher_identity: str = ""
+    """Boot id, process namespace, process id and start time of the launcher: after a restart of a
+    container, another one may have the same process id. Empty in older records."""
     exit: StartExit | None = None
     """None: the start is running, or was killed before anything was written."""
     is_reset: bool = False
@@ -182,6 +185,7 @@ def _parse_start(row: Mapping[str, Any]) -> Start:  # Any: JSON
         checkpoint=None if checkpoint is None else str(checkpoint),
         tier=str(row["tier"]),
         launcher=_parse_optional_int(row, "launcher"),
+        launcher_identity=str(row.get("launcher_identity", "")),
     )
 
 

@@ -33,7 +33,7 @@ from megalith.observe.flight import FlightRecorder
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import check_run
-from megalith.train.start_records import record_failure_of_launch
+from megalith.train.start_records import read_process_start, record_failure_of_rank
 
 _log = logging.getLogger(__name__)
 
@@ -52,11 +52,17 @@ class Job:
 
 
 def _end_rank(
-    failure: Failure, after_seconds: float, *, environment: Mapping[str, str], folder: Path | None
+    failure: Failure,
+    after_seconds: float,
+    *,
+    environment: Mapping[str, str],
+    folder: Path | None,
+    began: float,
 ) -> NoReturn:
-    """End this rank; write its failure into the run folder, unless another rank has failed."""
+    """End this rank, which began at a time in seconds since 1970; write its failure into the run
+    folder, unless another rank has failed."""
     if folder is not None and not failure.is_consequence:
-        record_failure_of_launch(folder, failure, FAULT)
+        record_failure_of_rank(folder, failure, FAULT, began=began)
     end_rank(failure, after_seconds, environment=environment)
 
 
@@ -141,7 +147,9 @@ def _join_ranks(
         worker.world,
         run.parallel.timeout_seconds,
         end=(
-            partial(_end_rank, environment=environment, folder=folder)
+            partial(
+                _end_rank, environment=environment, folder=folder, began=read_process_start()[0]
+            )
             if client is None
             else client.report_hang
         ),

@@ -462,8 +462,7 @@ class TrainLoop:
                 continue
             finished = self._run_step(loader)
             self._notify_save(self.checkpointer.advance(finished.result.save_counts))
-            suspect = self.fault_detector.suspect or self.health_check.suspect
-            if suspect is not None:
+            if (suspect := self._find_suspect()) is not None:
                 return self._exit_for_other_machines(suspect)
             if StepRequest.STOP_NOW in finished.result.requests:
                 self._drain_save()
@@ -483,6 +482,9 @@ class TrainLoop:
                 break
             if self.groups is not None and self.groups.changes_epoch and state.step < num_steps:
                 loader = self._enter_epoch()
+        # no step follows that would execute the request of a health check
+        if (suspect := self._find_suspect()) is not None:
+            return self._exit_for_other_machines(suspect)
         # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         self._drain_save()
@@ -518,9 +520,14 @@ class TrainLoop:
         self._save_local()
         return False
 
+    def _find_suspect(self) -> str | None:
+        """Return the reason for which the run must continue on other machines; None: there is
+        none."""
+        return self.fault_detector.suspect or self.health_check.suspect
+
     def _exit_for_other_machines(self, reason: str) -> Outcome:
-        """Save the state before the discarded step, if it is valid, and return that the run must
-        continue on other machines."""
+        """Save the state after the last step that is not discarded, if it is valid, and return that
+        the run must continue on other machines."""
         step = self.prepared.state.step
         self.prepared.trainer.data.wait_params()
         self._drain_save()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith import storage
+from megalith.checkpoint.lock import identify_process
 from megalith.errors import CheckpointError
 from megalith.launch.launcher import Failure
 from megalith.plan.starts import Start, find_record_problem, parse_starts
@@ -89,17 +90,28 @@ def reset_attempts(folder: Path) -> bool:
 
 
 def record_failure_of_launch(folder: Path, failure: Failure, code: int) -> None:
-    """Write how the last start ended, for a launcher or a process that ends this rank: the cause of
-    a job whose ranks have ended. Does nothing if the start is not one of this launcher, or has
-    ended already."""
+    """Write how the last start ended, for a launcher: the cause of a job whose ranks have ended.
+    Does nothing if the start is not one of this launcher, or has ended already."""
     starts, _ = read_starts(folder)
-    if not starts or starts[-1].exit is not None:
-        return
-    if starts[-1].launcher not in (None, os.getpid()):
+    if starts and starts[-1].launcher_identity == identify_process(os.getpid()):
+        _append_exit(folder, starts[-1], failure, code)
+
+
+def record_failure_of_rank(folder: Path, failure: Failure, code: int, *, began: float) -> None:
+    """Write how the last start ended, for a process that ends this rank. Does nothing if our
+    launcher writes it, or the start was written before this rank began, or has ended already."""
+    starts, _ = read_starts(folder)
+    if starts and starts[-1].launcher is None and starts[-1].time >= began:
+        _append_exit(folder, starts[-1], failure, code)
+
+
+def _append_exit(folder: Path, start: Start, failure: Failure, code: int) -> None:
+    """Write how a start ended, unless that is known."""
+    if start.exit is not None:
         return
     record = {
         "kind": "exit",
-        "start": starts[-1].number,
+        "start": start.number,
         "time": round(time.time(), 3),
         "cause": failure.summary[:500],
         "code": code,
@@ -111,3 +123,16 @@ def record_failure_of_launch(folder: Path, failure: Failure, code: int) -> None:
         append_record(folder / STARTS, record)
     except OSError as error:
         _log.warning("%s cannot be written (%s)", folder / STARTS, error)
+
+
+def read_process_start() -> tuple[float, float]:
+    """Return when this process began, in seconds since 1970 and of the monotonic clock; now, if
+    the system does not provide it."""
+    age = 0.0
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        age = max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        age = 0.0
+    return time.time() - age, time.monotonic() - age

@@ -2,7 +2,6 @@
 earlier ones have failed, and hosts that are suspects."""
 
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megalith.checkpoint.lock import identify_process
 from megalith.errors import CheckpointError, RankError, UserError
 from megalith.launch.launcher import FAULT, LAUNCHER, USER_ERROR, exception_failure
 from megalith.launch.rounds import Round
@@ -21,7 +21,13 @@ from megalith.plan.starts import (
     decide_start,
     find_suspect_hosts,
 )
-from megalith.train.start_records import STARTS, append_record, read_records, read_starts
+from megalith.train.start_records import (
+    STARTS,
+    append_record,
+    read_process_start,
+    read_records,
+    read_starts,
+)
 
 SUSPECTS = "suspects.jsonl"
 """File of the run folder: one line for each suspect, with host, device, rank and reason."""
@@ -58,10 +64,11 @@ class StartLog:
         self.launcher = None if launcher is None else int(launcher.partition(":")[0])
         """Process id of our launcher, which waits before it starts ranks again, and writes how they
         ended."""
+        self._launcher_identity = "" if self.launcher is None else identify_process(self.launcher)
         self.began, self._began_monotonic = (
             (time.time(), time.monotonic())
             if current_round is not None and current_round.number > 0
-            else _read_process_start()
+            else read_process_start()
         )
         self.number = 0
         """Number of this start, from 1; 0: it is not recorded yet."""
@@ -147,6 +154,7 @@ class StartLog:
                     "checkpoint": checkpoint,
                     "tier": tier,
                     "launcher": self.launcher,
+                    "launcher_identity": self._launcher_identity,
                 }
             )
         numbers_of_ranks = gather_objects(number, world)
@@ -282,16 +290,3 @@ def _report_suspects(folder: Path, starts: Sequence[Start]) -> None:
             )
         except OSError as error:
             _log.warning("%s cannot be written (%s)", folder / SUSPECTS, error)
-
-
-def _read_process_start() -> tuple[float, float]:
-    """Return when this process began, in seconds since 1970 and of the monotonic clock; now, if
-    the system does not provide it."""
-    age = 0.0
-    try:
-        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        age = max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        age = 0.0
-    return time.time() - age, time.monotonic() - age

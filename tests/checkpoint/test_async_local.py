@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalith.checkpoint import async_save
-from megalith.checkpoint.async_save import AsyncSaver
+from megalith.checkpoint.async_save import AsyncSaver, WriterProcess
 from megalith.checkpoint.copies import CopyServer, PeerAddress, send_copy
 from megalith.checkpoint.local import LocalSaveError, LocalSaveReport, LocalTier
 from megalith.checkpoint.manifest import StoredFile, WrittenPart
@@ -22,6 +23,7 @@ from megalith.checkpoint.save import dump_state
 from megalith.checkpoint.staging import StagingRegion, plan_staging
 from megalith.checkpoint.writer import (
     CheckpointWriter,
+    Command,
     LocalJob,
     PartReport,
     ServeCopies,
@@ -102,6 +104,47 @@ def test_writer_that_starts_late_opens_one_port_for_copies(
     assert [type(each) for each in commands] == [WritePlan, ServeCopies]
 
 
+class _EndedWriterProcess(WriterProcess):
+    """Writer process that has ended before it reports the port for copies."""
+
+    def send(self, command: Command) -> None:
+        if isinstance(command, ServeCopies):
+            self.kill()
+        super().send(command)
+
+
+def _reject_start(*_: object) -> None:
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(
+    "start, reason",
+    [
+        (_EndedWriterProcess, "the writer process .* was ended by SIGKILL"),
+        (_reject_start, "the writer process cannot be started: .*unavailable"),
+    ],
+)
+def test_writer_that_ends_before_it_reports_its_port_fails_the_save_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any, reason: str
+) -> None:
+    monkeypatch.setattr(async_save, "WriterProcess", start)
+    tier, entries = open_tier(tmp_path, ALONE), build_entries(0, 1)
+    saver = AsyncSaver(entries, ALONE, CPU)
+    saver.serve_local(tier)
+    began = time.monotonic()
+    for step in (1, 2):  # the second save replaces the writer, which ends again
+        text = rf"step {step} was not saved\. {reason}[^.]*\.$"
+        with pytest.raises(LocalSaveError, match=text):
+            saver.begin_local(step, entries, {"step": step})
+    saver._thread.submit(int).result()  # the last start with the faulty process
+    monkeypatch.setattr(async_save, "WriterProcess", WriterProcess)
+    with pytest.raises(LocalSaveError):
+        saver.begin_local(3, entries, {"step": 3})
+    assert time.monotonic() - began < async_save._START_S / 2
+    assert isinstance(_save(tier, saver, ALONE, 4), LocalSaveReport)
+    saver.close()
+
+
 @pytest.mark.parametrize(
     "world,lost",
     [
@@ -145,7 +188,7 @@ def _save_in_this_process(tier: LocalTier, step: int) -> None:
     plan = plan_staging(entries)
     region = StagingRegion(plan.nbytes, CPU)
     region.copy(plan, entries)
-    local = tier.prepare(step, entries, None)
+    local = tier.prepare(step, entries, lambda: None)
     job = LocalJob(local.staging, local.table, dump_state({"step": step}), (), ())
     rank_side, writer_side = multiprocessing.Pipe()
     memory = memoryview(mmap.mmap(region.fd, region.nbytes))

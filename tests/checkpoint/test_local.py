@@ -21,9 +21,9 @@ from megalith.checkpoint.local_table import parse_table
 from megalith.config.checkpoint import LocalCheckpointConfig, checkpoint_problems
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, single_rank_group
-from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tiny import tiny_run
+from tests.checkpoint.split_entries import build_split_entries
 
 CPU = torch.device("cpu")
 ALONE = single_rank_group("world")
@@ -31,20 +31,7 @@ SHAPES = {"w": (24, 3), "v": (24,), "scale": ()}
 
 
 def build_entries(rank: int, world: int, *, dim: int = 0, step: int = 0) -> list[CheckpointEntry]:
-    """Weights and moments of `step` (0: zeros), split along `dim`; scalars are rank 0's."""
-    entries = []
-    for number, (name, shape) in enumerate(SHAPES.items()):
-        for role, offset in (("param", 0), ("exp_avg", 10)):
-            seed = torch.Generator().manual_seed(100 * step + number + offset)
-            full = torch.randn(shape, generator=seed) if step else torch.zeros(shape)
-            shard, is_writer = Shard.full(name, shape), rank == 0
-            if shape:
-                axis = min(dim, len(shape) - 1)
-                sizes = split_evenly(shape[axis], world)
-                shard, is_writer = shard.split_dim(axis, sizes, rank, ("dp",)), True
-            values = full[tuple(slice(*span) for span in shard.box)].contiguous()
-            entries.append(CheckpointEntry(shard, role, values, is_writer))
-    return entries
+    return build_split_entries(SHAPES, rank, world, dim=dim, step=step)
 
 
 def open_tier(path: Path, group: Group, **settings: Any) -> LocalTier:

@@ -19,7 +19,8 @@ from megalith.checkpoint.state_transfer import (
     fetch_state,
     request_snapshot,
 )
-from megalith.plan.shards import Shard, split_evenly
+from megalith.plan.shards import Shard
+from tests.checkpoint.split_entries import build_split_entries
 
 CPU = torch.device("cpu")
 SHAPES = {"w": (24, 5), "v": (23,), "scale": ()}
@@ -34,20 +35,7 @@ def small_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build_entries(rank: int, world: int, *, dim: int, step: int) -> list[CheckpointEntry]:
-    """Weights and moments of `step` (0: zeros), split along `dim`; scalars are rank 0's."""
-    entries = []
-    for number, (name, shape) in enumerate(SHAPES.items()):
-        for role, offset in (("param", 0), ("exp_avg", 10)):
-            seed = torch.Generator().manual_seed(100 * step + number + offset)
-            full = torch.randn(shape, generator=seed) if step else torch.zeros(shape)
-            shard, is_writer = Shard.full(name, shape), rank == 0
-            if shape:
-                axis = min(dim, len(shape) - 1)
-                sizes = split_evenly(shape[axis], world)
-                shard, is_writer = shard.split_dim(axis, sizes, rank, ("dp",)), True
-            values = full[tuple(slice(*span) for span in shard.box)].contiguous()
-            entries.append(CheckpointEntry(shard, role, values, is_writer))
-    return entries
+    return build_split_entries(SHAPES, rank, world, dim=dim, step=step)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

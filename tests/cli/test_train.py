@@ -25,6 +25,7 @@ from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.hf.convert import find_own_template
 from megalith.hf.pretrained import locate_source, open_pretrained
+from megalith.observe import health_check
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import build_recipe, resolve
 from megalith.testing.tiny import tiny_yaml
@@ -388,6 +389,21 @@ def test_suspect_machine_ends_training_with_76_and_then_with_2(
     assert "megalith train: step 3: loss " in error
     assert "The run has ended at this step before because of the same fault" in error
     assert main(words[:4]) == 0  # the machine is repaired
+
+
+def test_failed_health_check_after_the_last_step_ends_training_with_76(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = iter([True])  # of the check at the start
+    monkeypatch.setattr(health_check, "is_exact", lambda *_: next(results, False))
+    words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"}))]
+    words += ["--run", str(tmp_path / "run"), "--fault_detector.health_check_every", "2"]
+    assert main(words) == 76
+    output = capsys.readouterr().out
+    assert "finished its last step 2, but on a suspect machine (device health check: rank 0 " in (
+        output
+    )
+    assert f"; saved. {tmp_path}/run/suspects.jsonl lists the suspect hosts: check " in output
 
 
 @pytest.mark.slow

@@ -20,7 +20,12 @@ from megalith.config.model import (
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.family import canonical
-from megalith.hf.megatron_args import TranslatedArgs, model_to_args, translate_args
+from megalith.hf.megatron_args import (
+    UNSUPPORTED,
+    TranslatedArgs,
+    model_to_args,
+    translate_args,
+)
 
 ARGS: dict[str, Any] = {
     "num_layers": 4,
@@ -326,6 +331,19 @@ def test_wrong_values_are_errors_that_name_the_argument(
 def test_architectures_without_a_setting_are_errors(name: str, value: object) -> None:
     (problem,) = translate(**{name: value}).problems
     assert problem.startswith(f"args.{name}=")
+
+
+def test_architectures_without_a_setting_are_ignored_if_they_have_no_effect() -> None:
+    """Values of every checkpoint, and MTP settings of a model without MTP layers."""
+    defaults = dict.fromkeys(name.removeprefix("--").replace("-", "_") for name in UNSUPPORTED)
+    switches = ("apply_residual_connection_post_layernorm", "is_hybrid_model", "enable_gpt_oss")
+    defaults |= dict.fromkeys(switches, False)
+    defaults |= {"hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}
+    for number in (None, 0):
+        mtp = {"mtp_num_layers": number, "mtp_use_repeated_layer": True}
+        assert translate(**defaults | mtp).problems == ()
+    (problem,) = translate(mtp_num_layers=2, mtp_use_repeated_layer=True).problems
+    assert problem.startswith("args.mtp_use_repeated_layer=True: ")
 
 
 def test_sizes_that_contradict_each_other_are_an_error() -> None:

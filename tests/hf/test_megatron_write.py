@@ -4,6 +4,7 @@ import json
 import pickletools
 import zipfile
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megalith import storage
+from megalith.checkpoint.dcp import read_dcp_folder
 from megalith.checkpoint.load import open_checkpoint
 from megalith.config.model import ModelConfig
 from megalith.config.optim import LossScaleConfig, OptimConfig, PrecisionConfig
@@ -26,7 +28,12 @@ from megalith.hf import megatron_write
 from megalith.hf.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from megalith.hf.megatron_state import build_common_state, describe_optimizer_problems
 from megalith.hf.megatron_write import plan_export, plan_megatron_moves, write_megatron
-from megalith.hf.pretrained import CheckpointWeights, Pretrained, open_pretrained
+from megalith.hf.pretrained import (
+    CheckpointWeights,
+    Pretrained,
+    locate_source,
+    open_pretrained,
+)
 from megalith.hf.staging import CONVERSION, Attempt, ConversionOptions
 from tests.cases import loop_over
 from tests.hf.megatron_runs import DENSE, LATER_MOE, MLA, MOE, build_run, save_run
@@ -51,6 +58,16 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     with pytest.warns(UserWarning, match="single process"):
         load(dict(tensors), storage_reader=reader, no_dist=True)
     return tensors
+
+
+def list_objects(folder: Path) -> set[str]:
+    """Return the names of the values of layers that are not tensors."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name
+        for name, entry in entries.items()
+        if isinstance(entry, BytesStorageMetadata) and name.startswith("decoder.")
+    }
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -186,6 +203,22 @@ def test_weights_master_weights_and_moments_are_written_bit_for_bit(
     saved = open_checkpoint(tmp_path / name / "step_0000007")
     for key in ("train", "optimizer_updates"):
         assert checkpoint.state[key] == saved.state[key], key
+
+
+@loop_over("name", ["dense_dp_reshardable", "mla_dp_reshardable", "moe_dp_reshardable"])
+def test_states_of_linear_layers_have_the_names_of_megatron_core(
+    name: str, tmp_path: Path, megatron_folder: Callable[[str], Path]
+) -> None:
+    """megatron-core, which wrote the fixtures, loads no folder that lacks one of them."""
+    source = open_pretrained(locate_source(str(megatron_folder(name))))
+    plan = plan_export(source, weights_only=True)
+    write_megatron(tmp_path / name, source, plan, CONVERSION)
+    written, fixture = tmp_path / name / "release", source.checkpoint
+    assert isinstance(fixture, MegatronCheckpoint)
+    names = list_objects(fixture.path)
+    assert names and list_objects(written) == names
+    objects = read_dcp_folder(written).objects
+    assert {objects[each]() for each in names} == {None}
 
 
 def test_a_folder_of_megatron_is_written_again(tmp_path: Path) -> None:

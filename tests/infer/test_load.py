@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.readers import list_being_read
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
@@ -27,9 +28,15 @@ from megalith.errors import ConfigError, DataError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
+from megalith.infer import load
 from megalith.infer.build import build_engine
 from megalith.infer.layout import build_generation_mesh, generation_layout, open_source
-from megalith.infer.load import TextGenerator, kernel_problems, load_text_generator
+from megalith.infer.load import (
+    TextGenerator,
+    kernel_problems,
+    load_decoder,
+    load_text_generator,
+)
 from megalith.kernels import cpu_threads
 from megalith.kernels.activation import WeightedGatedFunction
 from megalith.kernels.grouped_linear import GroupedLinearFunction
@@ -84,6 +91,22 @@ def test_run_checkpoint_and_hugging_face_folder_generate_the_same_text(
     expected = generate(model, [[5, 6, 7]], SEEDED)
     for source in (tmp_path / "run", path, tmp_path / "theirs", tmp_path / "ours"):
         assert text(source) == expected
+
+
+def test_checkpoint_that_is_loaded_is_marked(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
+    marked: list[set[str]] = []
+
+    def load_marked(*arguments: Any) -> None:
+        marked.append(list_being_read(tmp_path))
+        load_decoder(*arguments)
+
+    monkeypatch.setattr(load, "load_decoder", load_marked)
+    text(path)
+    assert marked == [{path.name}]
+    assert list_being_read(tmp_path) == set()
 
 
 def test_generation_supports_reference_kernels(

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.readers import list_being_read
 from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SamplingParams
+from megalith.config.lora import LoraConfig
 from megalith.config.model import MTPConfig
 from megalith.config.serve import CacheConfig, EngineConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import convert
-from megalith.hf.pretrained import CheckpointWeights, open_pretrained
+from megalith.hf.peft import AdaptedWeights, Adapters
+from megalith.hf.pretrained import CheckpointWeights, mark_sources, open_pretrained
 from megalith.infer.engine import InferenceEngine
 from megalith.infer.llm import LLM, AsyncLLM
 from megalith.infer.outputs import RequestOutput
@@ -459,3 +462,30 @@ def test_a_mixture_of_weights_generates_nothing(
     assert "could not be restored" in str(output.outputs[0].error)
     llm.update_weights(runs[1])
     assert llm.generate([[5, 6, 7]], SAMPLED)[0].outputs[0].finish_reason == "length"
+
+
+def test_checkpoint_of_an_update_is_marked_until_it_is_written(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LLM(runs[0], config=config_of()).engine
+    path = runs[1]
+    marked: list[set[str]] = []
+    write = WeightUpdater._write
+
+    def write_marked(self: WeightUpdater, weights: Any) -> None:
+        marked.append(list_being_read(path.parent))
+        write(self, weights)
+
+    monkeypatch.setattr(WeightUpdater, "_write", write_marked)
+    engine.update_weights(path)
+    assert marked == [{path.name}]
+    assert list_being_read(path.parent) == set()
+
+
+def test_adapters_and_their_base_are_marked(runs: tuple[Path, Path]) -> None:
+    """Both are checkpoints of runs, which may delete them."""
+    base = open_pretrained(runs[0])
+    adapters = Adapters(runs[1], LoraConfig(rank=1), frozenset(), torch.tensor)
+    weights = AdaptedWeights(runs[1], base.model, base.weights, base.path, adapters)
+    with mark_sources([replace(base, weights=weights)]):
+        assert [list_being_read(run.parent) for run in runs] == [{run.name} for run in runs]

@@ -1,7 +1,7 @@
 """Device health check: wrong bits end the run for other machines, and slow devices are reported."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.callbacks import health_check as callbacks
-from megalith.train.callbacks.base import Outcome
+from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, StepMetrics
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
+from megalith.train.start_records import read_starts
+from megalith.train.step import StepRequest
 
 CPU = torch.device("cpu")
 BASE = {
@@ -98,21 +100,45 @@ def test_wrong_device_is_found_before_the_first_step(tmp_path: Path) -> None:
         assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 0, False)
 
 
-def test_wrong_product_on_one_rank_ends_the_run_for_other_machines(tmp_path: Path) -> None:
-    """The check at the start passes, that after step 2 does not."""
+class _StopAfterStep2(Callback):
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
+        return StepRequest.STOP if finished.step == 1 else None
+
+
+def _train_until_wrong_product(
+    path: Path, num_correct: int, callbacks: Sequence[Callback] = ()
+) -> Outcome:
+    """Train on one rank, whose first `num_correct` checks pass: at the start and every 2 steps."""
     num_checks = 0
 
     def is_exact(dtype: torch.dtype, device: torch.device) -> bool:
         nonlocal num_checks
         num_checks += 1
-        return num_checks == 1
+        return num_checks <= num_correct
 
     with patched(health_check, "is_exact", is_exact):
-        run = tiny_run(BASE)
-        mesh = build_single_rank_mesh()
-        outcome = run_training(run, RunFolder(tmp_path), mesh, CPU, show=False)
+        run, mesh = tiny_run(BASE), build_single_rank_mesh()
+        return run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+
+
+def test_wrong_product_on_one_rank_ends_the_run_for_other_machines(tmp_path: Path) -> None:
+    outcome = _train_until_wrong_product(tmp_path, 1)
     assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", 2, True)
     assert read_suspects(tmp_path)[0]["reason"] == "matmul float32 of whole numbers is wrong"
+
+
+@pytest.mark.parametrize("step, callbacks", [(4, ()), (2, (_StopAfterStep2(),))])
+def test_wrong_product_after_the_last_step_ends_the_run_for_other_machines(
+    tmp_path: Path, step: int, callbacks: Sequence[Callback]
+) -> None:
+    """No step follows, because the run has done all its steps or is stopped."""
+    outcome = _train_until_wrong_product(tmp_path, step // 2, callbacks)
+    assert (outcome.kind, outcome.step, outcome.saved) == ("suspect", step, True)
+    assert "matmul float32 of whole numbers is wrong" in outcome.reason
+    ((start,), _) = read_starts(tmp_path)
+    assert start.exit is not None
+    assert (start.exit.code, start.exit.cause) == (76, outcome.reason)
+    assert [each["step"] for each in read_suspects(tmp_path)] == [step]
 
 
 def test_damaged_memory_is_an_error() -> None:

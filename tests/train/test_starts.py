@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint import local
+from megalith.checkpoint import local, lock
 from megalith.cli.main import main
 from megalith.cli.train import RESTART_COUNTS, TrainCommand, _reset_attempts
 from megalith.errors import CheckpointError, DataError, RankError
@@ -32,6 +32,7 @@ from megalith.train.start_records import (
     read_records,
     read_starts,
     record_failure_of_launch,
+    record_failure_of_rank,
     reset_attempts,
 )
 from megalith.train.starts import StartLog
@@ -237,6 +238,29 @@ def test_a_launcher_writes_the_exit_of_its_own_starts_once(tmp_path: Path) -> No
     record_failure_of_launch(tmp_path, failure, 1)
     ended = [start.exit is not None for start in read_starts(tmp_path)[0]]
     assert ended == [True, False] and other.number == 2
+
+
+def test_a_failure_before_a_start_is_not_assigned_to_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container was killed during the earlier start. In the new one, the launcher has the same
+    process id, or another launcher starts the ranks; it fails before the new start is written."""
+    failure = Failure(1, "was killed by signal 9 (SIGKILL)", "", 0)
+    fields: dict[str, Any] = {"step": 0, "newest_step": 0, "layout": "", "tier": "none"}
+    for number, environment in enumerate(({LAUNCHER: f"{os.getpid()}:/tmp/x"}, {})):
+        path = tmp_path / str(number)
+        path.mkdir()
+        with monkeypatch.context() as earlier:
+            earlier.setattr(lock, "_started", lambda pid: "an earlier process")
+            log = StartLog(path, rank=0, environment=environment)
+            log.write_start(build_single_rank_mesh().world, checkpoint=None, **fields)
+        record_failure_of_launch(path, failure, 1)
+        record_failure_of_rank(path, failure, 1, began=time.time() + 1)
+        ((start,), _) = read_starts(path)
+        assert start.exit is None
+        record_failure_of_rank(path, failure, 1, began=start.time - 1)
+        ((start,), _) = read_starts(path)
+        assert (start.exit is None) == (LAUNCHER in environment), "the launcher writes its own"
 
 
 def test_suspect_hosts_are_written_once(tmp_path: Path) -> None:
