@@ -1,5 +1,5 @@
-"""Per-matrix rules against other implementations: torch.optim, pytorch_optimizer, short references
-and mathematical identities."""
+"""Update rules against other implementations: torch.optim, pytorch_optimizer, short references and
+mathematical identities."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,9 @@ from megalith.optim.muon import Muon, update_scale
 from megalith.optim.newton_schulz import orthogonalize
 from megalith.optim.rules import MatrixPiece, UpdateScalars
 from megalith.optim.soap import Soap
+from megalith.plan.shards import Shard
 from megalith.testing.tolerance import EXACT, FP64, Tolerance, assert_equals
+from megalith.train.trainer import build_optimizer
 from tests.cases import loop_over
 from tests.optim.matrix_rules import RectanglePieces, WholeMatrices, draw, step_torch
 
@@ -325,3 +327,24 @@ def test_soap_changes_no_weight_in_its_first_update_and_accepts_zero_gradients()
     assert torch.equal(ours.weights[0], torch.ones(3, 4))
     ours.step([torch.ones(3, 4)], lr=0.1)
     assert bool(ours.weights[0].isfinite().all())
+
+
+# --- Lion
+
+
+def test_lion_equals_pytorch_optimizer() -> None:
+    package = pytest.importorskip("pytorch_optimizer")
+    parameters = build_parameters()
+    oracle = package.Lion(parameters, lr=1e-2, betas=(0.95, 0.98), weight_decay=0.1)
+    ours = build_optimizer(
+        [
+            (Shard.full(f"w{i}", tuple(weight.shape)), weight)
+            for i, weight in enumerate(draw(SHAPES, 3, torch.float32))
+        ],
+        OptimConfig(kind="lion"),
+    )
+    for step in range(8):
+        step_torch(oracle, parameters, draw_gradients(step))
+        ours.step(draw_gradients(step), lr=1e-2, weight_decay=0.1)
+    for slot, parameter in zip(ours.slots, parameters, strict=True):
+        assert_equals(slot.shard.name, slot.weight, parameter.detach(), ORACLE)
