@@ -31,7 +31,7 @@ from megalith.optim.schedule import (
     schedule_lengths,
     weight_decay,
 )
-from megalith.parallel.group import raise_on_all_ranks
+from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import describe_uneven_batches
 from megalith.plan.batch_schedule import BatchSizeSchedule, build_batch_schedule
@@ -72,7 +72,7 @@ from megalith.train.callbacks.metrics import (
 from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
 from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.callbacks.requests import RunRequests
-from megalith.train.callbacks.stop import StopRequests
+from megalith.train.callbacks.stop import JobLimits, StopRequests
 from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.diloco import DilocoSync
@@ -111,7 +111,7 @@ def run_training(
     *,
     show: bool = True,
     callbacks: Sequence[Callback] = (),
-    job_end_time: float | None = None,
+    job_limits: JobLimits | None = None,
     heartbeat: RankHeartbeat | None = None,
     starts: StartLog | None = None,
     coordinator: Coordinator | None = None,
@@ -120,8 +120,8 @@ def run_training(
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
-    the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job. `heartbeat`: of this rank, if another process checks it. `starts`:
+    the built-in ones and those of the settings. `job_limits`: of the batch system or launcher.
+    `heartbeat`: of this rank, if another process checks it. `starts`:
     records this start and its exit; by default in the folder, without an older checkpoint after
     failed starts.
 
@@ -171,7 +171,7 @@ def run_training(
             sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
             for line in describe_resize(load_run(folder.config), run, **sizes):
                 progress.print_line(line)
-        stop_requests = StopRequests(job_end_time, starts.job_started)
+        stop_requests = StopRequests(job_limits, starts.job_started)
         groups = None
         if run.replica_group is not None:
             if first and coordinator is None:
@@ -490,6 +490,8 @@ class TrainLoop:
         self._drain_save()
         if outcome.kind == "done" and finished is not None:
             self.fault_detector.check_last_step(finished.result)
+        if outcome.kind == "stopped" and self._save_in_local_tier():
+            return replace(outcome, tier="local")
         self._save(final=True)
         if self.checkpointer.saved_step == state.step:
             return outcome
@@ -728,6 +730,35 @@ class TrainLoop:
             self.events.section("save_local", step=self.view.step),
         ):
             self.local_checkpointer.save(self.callbacks.state_dict)
+
+    def _save_in_local_tier(self) -> bool:
+        """Save the last step of a run that is stopped in the local tier, if a persistent save would
+        take longer than the processes have left on any rank; return whether it is saved there.
+        Collective."""
+        step, tier = self.prepared.state.step, self.prepared.local_tier
+        writes = self.groups is None or self.groups.is_writer
+        if tier is None or not writes or self.checkpointer.saved_step == step:
+            return False
+        problems = gather_objects(
+            self.stop_requests.describe_lack_of_time(), self.prepared.mesh.world
+        )
+        problem = next((each for each in problems if each), "")
+        if not problem:
+            return False
+        self._phase = f"while step {step} was saved locally"
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save_local", step=self.view.step),
+        ):
+            is_saved = self.local_checkpointer.save_now(self.callbacks.state_dict)
+        if is_saved:
+            self.progress.print_line(
+                f"step {step} is saved in the local tier ({tier.root}) and not in "
+                f"{self.prepared.folder.checkpoints}: {problem}. The next start needs the same "
+                "machines; on others it continues from the newest persistent checkpoint"
+            )
+        return is_saved
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""

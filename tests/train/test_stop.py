@@ -15,7 +15,13 @@ from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.callbacks.base import Outcome
-from megalith.train.callbacks.stop import Stopper, read_job_end_time, record_sigusr1
+from megalith.train.callbacks.stop import (
+    JobLimits,
+    Stopper,
+    read_job_end_time,
+    read_job_limits,
+    record_sigusr1,
+)
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
@@ -118,6 +124,12 @@ def test_end_time_of_a_slurm_job_is_read() -> None:
         read_job_end_time({"SLURM_JOB_END_TIME": "soon"})
 
 
+def test_time_between_sigterm_and_sigkill_is_known_under_torchrun() -> None:
+    assert read_job_limits({}) == JobLimits()
+    environment = {"SLURM_JOB_END_TIME": "1767225600", "TORCHELASTIC_RUN_ID": "long"}
+    assert read_job_limits(environment) == JobLimits(1767225600.0, 30.0)
+
+
 @pytest.mark.parametrize(
     ("end", "margin", "outcome"),
     [
@@ -137,7 +149,7 @@ def test_run_stops_before_the_end_of_a_slurm_job(
         build_single_rank_mesh(),
         torch.device("cpu"),
         show=False,
-        job_end_time=time.time() + end,
+        job_limits=JobLimits(time.time() + end),
     )
     assert result == outcome
     assert ("is in the past, so it is ignored" in (tmp_path / "log.txt").read_text()) == (end < 0)
