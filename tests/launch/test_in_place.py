@@ -15,7 +15,7 @@ import pytest
 
 from megalith.config.restart import RestartConfig
 from megalith.errors import RankError, UserError
-from megalith.launch import in_place, launcher
+from megalith.launch import heartbeat, in_place, launcher
 from megalith.launch.in_place import InPlacePolicy, InPlaceRanks
 from megalith.launch.launcher import run_workers
 
@@ -25,6 +25,7 @@ WORKER = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from megalith.errors import ConfigError
+from megalith.launch.heartbeat_process import open_heartbeat
 from megalith.launch.launcher import Failure, worker_main
 from megalith.launch.rounds import RestartClient
 
@@ -67,6 +68,12 @@ def wait_for_all(place):
 def act(fault, client):
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        with open_heartbeat(os.environ) as heartbeat:
+            heartbeat.set_timeouts(0.3)
+            heartbeat.record("step")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
     if fault == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "bug":
@@ -202,6 +209,19 @@ def test_a_rank_that_does_not_leave_the_round_is_killed_and_replaced(
     changed = [a != b for a, b in zip(pids(script, 0), pids(script, 1), strict=True)]
     assert changed == [False, False, True]
     assert "ranks [2] did not leave their step and were killed" in capfd.readouterr().err
+
+
+def test_a_stopped_rank_is_killed_and_replaced(
+    script: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat is the only thing that shows that it hangs."""
+    monkeypatch.setattr(heartbeat, "STACK_SECONDS", 0.2)
+    assert launch(script, {"0:1": "stop"}, 2) == 0
+    first, second = pids(script, 0), pids(script, 1)
+    assert first[0] == second[0] and first[1] != second[1]
+    errors = capfd.readouterr().err
+    assert "rank 1: has made no progress for 0." in errors
+    assert "restart 1 in place: 1 of 2 ranks keep their processes, ranks [1] are" in errors
 
 
 def test_a_hang_aborts_the_round(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
