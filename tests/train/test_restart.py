@@ -44,6 +44,7 @@ from megalith.testing import inject
 from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tiny import tiny_yaml
 from megalith.train import restart
+from megalith.train.callbacks.health_check import HealthCheck
 from megalith.train.loop import run_training
 from megalith.train.restart import is_recoverable, train_in_rounds
 from megalith.train.run_folder import RunFolder
@@ -117,6 +118,7 @@ def train_with_faults(
     """Train; in each of the first rounds, a rank cannot read its data after some steps."""
     client, store = join_rounds(rank, world)
     counts, read, release = [], Loader.next, restart.release_round
+    checked_rounds: list[int] = []
 
     def read_or_fail(loader: Loader) -> StepBatches:
         number = client.round.number
@@ -133,12 +135,17 @@ def train_with_faults(
     with (
         inject.patched(Loader, "next", read_or_fail),
         inject.patched(restart, "release_round", release_and_count),
+        inject.patched(
+            HealthCheck, "_check", lambda check, step: checked_rounds.append(client.round.number)
+        ),
     ):
         heartbeat = RankHeartbeat()
         train = partial(_train_round, run, folder, (), client, heartbeat)
         outcome = train_in_rounds(client, train, heartbeat)
     assert outcome.kind == "done"
     assert client.round.number == num_faults
+    if run.fault_detector.health_check_every is not None:
+        assert checked_rounds == [*range(num_faults + 1)], "before the first step of each round"
     del store
     return counts
 
@@ -186,7 +193,11 @@ def check_equal_run(
 
 
 def test_ranks_that_restart_in_place_equal_an_undisturbed_run(tmp_path: Path) -> None:
-    settings = {"train.steps": "5", "checkpoint.local.replication_factor": "1"}
+    settings = {
+        "train.steps": "5",
+        "checkpoint.local.replication_factor": "1",
+        "fault_detector.health_check_every": "0",
+    }
     check_equal_run(tmp_path, 2, settings, num_faults=2)
 
 
