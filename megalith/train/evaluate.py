@@ -107,6 +107,10 @@ DOCUMENTS = 64
 """Documents per data-parallel rank that are packed at a time."""
 
 
+class EvaluationStoppedError(Exception):
+    """An evaluation has ended early on all ranks, because the run stops."""
+
+
 def ignore_progress(rows: int) -> None:
     """Ignore the number of rows that were read."""
 
@@ -127,7 +131,8 @@ def evaluate(
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
     the same number of batches. Context-parallel ranks split each sample. If the run has a token
     budget, samples are documents, which are packed and assigned in groups. The last pipeline stage
-    counts the labels. `report_progress` is called with the number of rows that all ranks have read.
+    counts the labels. `report_progress` is called with the number of rows that all ranks have read,
+    equally often on all ranks.
     """
     run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
     depths, read = run.model.mtp.num_layers, 0
@@ -154,8 +159,7 @@ def evaluate(
         )
         read += num_local_rows * mesh.dp.size
         report_progress(min(read, samples))
-    if read < samples:  # other ranks had more documents
-        report_progress(samples)
+    report_progress(samples)  # other ranks may have had more documents
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 

@@ -76,6 +76,7 @@ from megalith.train.callbacks.stop import JobLimits, StopRequests
 from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.diloco import DilocoSync
+from megalith.train.evaluate import EvaluationStoppedError
 from megalith.train.replica_group_settings import FinishedRunCheck, connect_coordinator
 from megalith.train.replica_groups import (
     Coordinator,
@@ -340,7 +341,7 @@ class TrainLoop:
         self.events = EventsWriter()
         self.fault_detector = FaultDetector()
         self.stop_requests = stop_requests
-        self.evaluator = Evaluator()
+        self.evaluator = Evaluator(lambda: stop_requests.reason is not None)
         self.replica_check = ReplicaCheck()
         self.health_check = HealthCheck()
         self.checkpointer = Checkpointer(self.fault_detector, self.replica_check, lock)
@@ -511,11 +512,10 @@ class TrainLoop:
         stops."""
         if StepRequest.PROFILE in requests:
             self.profiler.open_window()
-        self._evaluate(is_requested=StepRequest.EVALUATE in requests)
+        is_complete = self._evaluate(is_requested=StepRequest.EVALUATE in requests)
         if (
-            StepRequest.STOP in requests
-            and self.prepared.state.step < self.prepared.run.train.steps
-        ):
+            StepRequest.STOP in requests or not is_complete
+        ) and self.prepared.state.step < self.prepared.run.train.steps:
             return True
         if StepRequest.SAVE in requests:
             self._save()
@@ -658,9 +658,9 @@ class TrainLoop:
         if self.prepared.is_writer:
             self.callbacks.notify("on_log", metrics)
 
-    def _evaluate(self, *, is_requested: bool) -> None:
-        """Evaluate the model if an evaluation is due or requested, and log and report the
-        results."""
+    def _evaluate(self, *, is_requested: bool) -> bool:
+        """Evaluate the model if an evaluation is due or requested, and log and report the results;
+        return False if the evaluation has ended early, because the run must stop."""
         step = self.prepared.state.step
         names = self.evaluator.list_suites(step, is_requested=is_requested)
         if not names:
@@ -669,16 +669,24 @@ class TrainLoop:
                     f"step {step}: a callback requested an evaluation, and this run has no samples "
                     "for it. Set train.eval_steps to at least 1 and provide validation data."
                 )
-            return
+            return True
         self._phase = f"during evaluation after step {step}"
         self.callbacks.notify("before_evaluate", step)
         with self.heartbeat.within("evaluate"), self.timers.section("evaluate"):
-            results = self.evaluator.evaluate(names)
+            try:
+                results = self.evaluator.evaluate(names)
+            except EvaluationStoppedError:
+                self.progress.print_line(
+                    f"step {step}: the evaluation of {', '.join(names)} has ended without results, "
+                    "because the run stops"
+                )
+                return False
         metrics: StepMetrics = {"step": step, **self.callbacks.section_times("evaluate")}
         for name, result in results.items():
             metrics |= result.metrics(name)
         self.callbacks.notify("after_evaluate", results, metrics)
         self._log(metrics)
+        return True
 
     def _save(self, *, final: bool = False, overlap: bool = True) -> None:
         """Save the current step, unless it is saved or divergent, and report the result.

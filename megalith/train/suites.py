@@ -63,7 +63,7 @@ class Suite(Protocol):
         report_progress: Callable[[int], None] = ignore_progress,
     ) -> SuiteResult:
         """Evaluate the model. Collective over the mesh. `report_progress` is called with a growing
-        number."""
+        number, equally often on all ranks."""
 
 
 def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
