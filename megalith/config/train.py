@@ -166,8 +166,9 @@ class LoopConfig:
 
     termination_grace_seconds: Annotated[float | None, Ge(0), Le(1e9), Example(30.0)] = None
     """Seconds from SIGTERM until the batch system or launcher kills the processes, such as
-    Kubernetes' terminationGracePeriodSeconds. If a persistent save needs longer, a local checkpoint
-    is written instead. Unset: 30 under torchrun, otherwise unknown."""
+    --shutdown-timeout of torchrun or terminationGracePeriodSeconds of Kubernetes. If a persistent
+    save takes longer, a local checkpoint is written instead. Unset: 30 under torchrun, otherwise
+    unknown."""
 
     sigusr1_action: Literal["stop", "save", "ignore"] = "stop"
     """Action on SIGUSR1. stop: save a checkpoint and exit with code 75; save: save and continue;
