@@ -115,6 +115,10 @@ def ignore_progress(rows: int) -> None:
     """Ignore the number of rows that were read."""
 
 
+def never_stop() -> None:
+    """Let an evaluation continue until its end."""
+
+
 def evaluate(
     pipeline_model: PipelineModel,
     dataset: Dataset,
@@ -124,6 +128,7 @@ def evaluate(
     tokenizer: Tokenizer,
     micro_batch_size: int | None = None,
     report_progress: Callable[[int], None] = ignore_progress,
+    check_stop: Callable[[], None] = never_stop,
 ) -> Evaluation:
     """Return the mean loss over the first `samples` samples, in microbatches of
     `micro_batch_size`; unset: that of the model's run. Collective over the mesh.
@@ -131,8 +136,8 @@ def evaluate(
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
     the same number of batches. Context-parallel ranks split each sample. If the run has a token
     budget, samples are documents, which are packed and assigned in groups. The last pipeline stage
-    counts the labels. `report_progress` is called with the number of rows that all ranks have read,
-    equally often on all ranks.
+    counts the labels. `report_progress` is called with the number of rows that all ranks have read.
+    `check_stop` is called equally often on all ranks, and may end the evaluation by an error.
     """
     run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
     depths, read = run.model.mtp.num_layers, 0
@@ -159,7 +164,9 @@ def evaluate(
         )
         read += num_local_rows * mesh.dp.size
         report_progress(min(read, samples))
-    report_progress(samples)  # other ranks may have had more documents
+        check_stop()
+    if read < samples:  # other ranks had more documents
+        report_progress(samples)
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 

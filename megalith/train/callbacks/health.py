@@ -62,8 +62,8 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
 
 
 STOP_CHECK_EVERY = 8
-"""Microbatches of an evaluation between two checks whether the run stops. Heuristic: the message of
-a check takes less time than a microbatch."""
+"""Forward passes of an evaluation between two checks whether the run stops. Heuristic: the message
+of a check takes less time than a pass."""
 
 
 class Evaluator(Callback):
@@ -74,7 +74,7 @@ class Evaluator(Callback):
     def __init__(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """`should_stop`: whether this rank must stop soon, which ends an evaluation early."""
         self._should_stop = should_stop
-        self._num_reports = 0
+        self._num_passes = 0
 
     def on_start(self, run: RunView) -> None:
         """Open the data of the suites.
@@ -119,20 +119,20 @@ class Evaluator(Callback):
                 prepared.trainer.pipeline_model,
                 prepared.masks(),
                 prepared.tokenizer,
-                lambda _num_samples: self._report_progress(),
+                lambda _num_samples: self._run.report_progress(),
+                self._check_stop,
             )
             for name in names
         }
 
-    def _report_progress(self) -> None:
-        """Report progress, and check every few microbatches whether a rank must stop. Collective.
+    def _check_stop(self) -> None:
+        """Check every few forward passes whether a rank must stop. Collective.
 
         Raises:
             EvaluationStoppedError: on every rank: a rank must stop.
         """
-        self._run.report_progress()
-        self._num_reports += 1
-        if self._num_reports % STOP_CHECK_EVERY:
+        self._num_passes += 1
+        if self._num_passes % STOP_CHECK_EVERY:
             return
         stops = torch.tensor([float(self._should_stop())], device=self._run.device)
         if all_reduce_(stops, self._run.mesh.world).item():
