@@ -491,10 +491,14 @@ class TrainLoop:
         self._drain_save()
         if outcome.kind == "done" and finished is not None:
             self.fault_detector.check_last_step(finished.result)
+        return self._save_at_end(outcome)
+
+    def _save_at_end(self, outcome: Outcome) -> Outcome:
+        """Save the last step, and return the outcome with the result of the save."""
         if outcome.kind == "stopped" and self._save_in_local_tier():
             return replace(outcome, tier="local")
         self._save(final=True)
-        if self.checkpointer.saved_step == state.step:
+        if self.checkpointer.saved_step == self.prepared.state.step:
             return outcome
         why = "the loss or gradient norm is NaN or infinite"
         if self.replica_check.differs:
