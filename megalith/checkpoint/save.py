@@ -81,7 +81,7 @@ class WrittenFiles:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """StoragePath, size and duration of a successful save."""
+    """Path, size and duration of a successful save."""
 
     path: StoragePath
     nbytes: int

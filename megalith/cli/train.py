@@ -284,7 +284,7 @@ def _train_round(
     """Join the other ranks and train."""
     from megalith.train.callbacks.base import load_callbacks
     from megalith.train.callbacks.restart import RoundProgress
-    from megalith.train.callbacks.stop import read_job_end_time
+    from megalith.train.callbacks.stop import read_job_limits
     from megalith.train.distributed import join_job
     from megalith.train.loop import run_training
     from megalith.train.run_folder import RunFolder
@@ -300,7 +300,7 @@ def _train_round(
             job.mesh,
             job.device,
             callbacks=[*callbacks, *progress],
-            job_end_time=read_job_end_time(os.environ),
+            job_limits=read_job_limits(os.environ),
             heartbeat=heartbeat,
             starts=StartLog(
                 path,
@@ -337,6 +337,11 @@ def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
         return (
             f"stopped at step {outcome.step} ({outcome.reason}) without saving; run the same "
             "command again to continue from the latest checkpoint"
+        )
+    if outcome.kind == "stopped" and outcome.tier == "local":
+        return (
+            f"stopped at step {outcome.step} ({outcome.reason}) and saved in the local tier; run "
+            "the same command again on the same machines to continue"
         )
     if outcome.kind == "stopped":
         return (

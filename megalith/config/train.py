@@ -164,6 +164,12 @@ class LoopConfig:
     checkpoint and exits with code 75. Unset: twice the longest save and the longest step so far,
     at least 1 minute."""
 
+    termination_grace_seconds: Annotated[float | None, Ge(0), Le(1e9), Example(30.0)] = None
+    """Seconds from SIGTERM until the batch system or launcher kills the processes, such as
+    --shutdown-timeout of torchrun or terminationGracePeriodSeconds of Kubernetes. If a persistent
+    save takes longer, a local checkpoint is written instead. Unset: 30 under torchrun, otherwise
+    unknown."""
+
     sigusr1_action: Literal["stop", "save", "ignore"] = "stop"
     """Action on SIGUSR1. stop: save a checkpoint and exit with code 75; save: save and continue;
     ignore: nothing."""

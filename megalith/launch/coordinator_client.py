@@ -269,13 +269,18 @@ class CoordinatorClient:
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     def _handshake(self, connection: socket.socket) -> "LineReader":
-        """Exchange hello and welcome, and send the outstanding request again."""
+        """Exchange hello and welcome, and send the outstanding request again.
+
+        Raises:
+            ConnectionError: the client has registered as a new process in the meantime.
+        """
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        incarnation = self._incarnation
         hello = encode_message(
             "hello",
             protocol=PROTOCOL,
             group=self._group,
-            incarnation=self._incarnation,
+            incarnation=incarnation,
             coordinator=self._coordinator,
         )
         connection.sendall(hello)
@@ -287,6 +292,8 @@ class CoordinatorClient:
             self._fail(read_text(message, "reason"))
             return reader
         with self._changed:
+            if self._incarnation != incarnation:
+                raise ConnectionError("a new process is registered over another connection")
             self._incarnation = read_number(message, "incarnation", least=1)
             self._coordinator = read_text(message, "coordinator")
             self._socket = connection

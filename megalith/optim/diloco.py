@@ -51,6 +51,12 @@ class OuterOptimizer:
         for tensor in (*self.momentum, *self.residuals):
             tensor.zero_()
 
+    @torch.no_grad()
+    def clear_residuals(self) -> None:
+        """Remove the rounding errors of earlier deltas."""
+        for residual in self.residuals:
+            residual.zero_()
+
     def list_slots(self, fragments: Sequence[int]) -> list[int]:
         """Return the slots of some fragments."""
         return sorted(number for fragment in fragments for number in self._fragments[fragment])

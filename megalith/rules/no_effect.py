@@ -478,7 +478,7 @@ UNUSED: tuple[Unused, ...] = (
         "with fault_detector.replica_check_every=0 replicas are compared only at the start",
     ),
     Unused(
-        ("fault_detector.suspect_steps",),
+        ("fault_detector.suspect_steps", "train.termination_grace_seconds"),
         lambda run, world: run.checkpoint.local.every is None,
         "with checkpoint.local.every unset there are no local checkpoints",
     ),

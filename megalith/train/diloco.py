@@ -8,14 +8,14 @@ the others sum their deltas again. A group that joins loads the state of another
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.replica_group import DilocoConfig
-from megalith.optim.diloco import decode, encode, encoded_nbytes
+from megalith.optim.diloco import OuterOptimizer, decode, encode, encoded_nbytes
 from megalith.parallel.group_exchange import RingExchange
 from megalith.plan.diloco import SyncSchedule
 from megalith.train.replica_groups import GroupState, ReplicaGroups
@@ -35,6 +35,7 @@ class RoundState:
     """Rounds that are applied."""
     count_rounds: Callable[[int], int]
     """Returns the rounds that are applied after a number of inner steps."""
+    outer: OuterOptimizer
 
     @property
     def step(self) -> int:
@@ -68,9 +69,22 @@ class RoundState:
         self.state.replay(gradients, scale=scale, updated=updated)
 
     def adopt(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Continue from the state of another group."""
+        """Continue from the state of another group, without what rounding has removed from the
+        deltas of that one: it sends that itself."""
         self.state.adopt(state)
+        self.outer.clear_residuals()
         self.rounds = int(state[ROUNDS])
+
+
+class DeltaSums(NamedTuple):
+    """Sums of the deltas of a round over the groups."""
+
+    deltas: list[Tensor]
+    """Weighted sums."""
+    total: float
+    """Sum of the weights."""
+    weight: float
+    """Weight of this group."""
 
 
 @dataclass(slots=True)
@@ -84,7 +98,7 @@ class _Round:
     weight: float
     """0 for a group that has just joined, whose weights are a copy of another group's."""
     apply_step: int
-    future: "Future[tuple[list[Tensor], float]]"
+    future: "Future[DeltaSums]"
 
 
 class DilocoSync:
@@ -102,7 +116,7 @@ class DilocoSync:
             run.train.steps,
         )
         count = self._schedule.count_rounds
-        self.state = RoundState(state, count(state.step), count)
+        self.state = RoundState(state, count(state.step), count, self._outer)
         self._round: _Round | None = None
 
     def catch_up(self) -> None:
@@ -142,24 +156,28 @@ class DilocoSync:
 
     def _build_exchange(
         self, deltas: Sequence[Tensor], payload: Tensor, weight: float
-    ) -> Callable[[RingExchange], tuple[list[Tensor], float]]:
-        """Return the exchange of deltas: it returns their weighted sums over the groups, and the
-        sum of the weights."""
+    ) -> Callable[[RingExchange], DeltaSums]:
+        """Return the exchange of deltas.
 
-        def exchange(ring: RingExchange) -> tuple[list[Tensor], float]:
-            total = torch.tensor([weight], dtype=torch.float64)
+        If all groups have just joined, because those that they have loaded were lost, they have
+        equal weights.
+        """
+
+        def exchange(ring: RingExchange) -> DeltaSums:
+            gathered = torch.zeros(ring.num_groups, dtype=torch.float64)
+            gathered[ring.index] = weight
+            ring.all_reduce_([gathered])
+            weights = gathered.tolist() if any(gathered) else [1.0] * ring.num_groups
+            own = weights[ring.index]
             if self._config.delta_dtype == "fp32":
-                sums = [delta * weight for delta in deltas]
-                ring.all_reduce_([*sums, total])
-                return sums, float(total)
-            weights = torch.zeros(ring.num_groups, dtype=torch.float64)
-            weights[ring.index] = weight
-            ring.all_reduce_([weights])
+                sums = [delta * own for delta in deltas]
+                ring.all_reduce_(sums)
+                return DeltaSums(sums, sum(weights), own)
             sums = [torch.zeros_like(delta) for delta in deltas]
-            for data, factor in zip(ring.all_gather(payload), weights.tolist(), strict=True):
+            for data, factor in zip(ring.all_gather(payload), weights, strict=True):
                 for total_delta, values in zip(sums, self._decode(data, deltas), strict=True):
                     total_delta.add_(values, alpha=factor)
-            return sums, float(weights.sum())
+            return DeltaSums(sums, sum(weights), own)
 
         return exchange
 
@@ -183,18 +201,18 @@ class DilocoSync:
             groups.enter(state)
             has_entered = True
             if state.state.step != step:  # this group was behind, and has loaded another state
+                self.catch_up()
                 return has_entered
             this_round.future = groups.start_exchange(
                 self._build_exchange(this_round.deltas, this_round.payload, this_round.weight)
             )
         assert result is not None, "the round was committed"
         state.rounds += 1
-        sums, total = result
         self._trainer.write_guard.wait()
         self._trainer.data.wait_params()
-        if this_round.payload.numel() and this_round.weight:
+        if this_round.payload.numel() and result.weight:
             sent = self._decode(this_round.payload, this_round.deltas)
             self._outer.keep_residuals(this_round.slots, this_round.deltas, sent)
-        self._outer.apply(this_round.slots, [each / total for each in sums])
+        self._outer.apply(this_round.slots, [each / result.total for each in result.deltas])
         all_gather_loaded_params(self._trainer)
         return has_entered

@@ -107,8 +107,16 @@ DOCUMENTS = 64
 """Documents per data-parallel rank that are packed at a time."""
 
 
+class EvaluationStoppedError(Exception):
+    """An evaluation has ended early on all ranks, because the run stops."""
+
+
 def ignore_progress(rows: int) -> None:
     """Ignore the number of rows that were read."""
+
+
+def never_stop() -> None:
+    """Let an evaluation continue until its end."""
 
 
 def evaluate(
@@ -120,6 +128,7 @@ def evaluate(
     tokenizer: Tokenizer,
     micro_batch_size: int | None = None,
     report_progress: Callable[[int], None] = ignore_progress,
+    check_stop: Callable[[], None] = never_stop,
 ) -> Evaluation:
     """Return the mean loss over the first `samples` samples, in microbatches of
     `micro_batch_size`; unset: that of the model's run. Collective over the mesh.
@@ -128,6 +137,7 @@ def evaluate(
     the same number of batches. Context-parallel ranks split each sample. If the run has a token
     budget, samples are documents, which are packed and assigned in groups. The last pipeline stage
     counts the labels. `report_progress` is called with the number of rows that all ranks have read.
+    `check_stop` is called equally often on all ranks, and may end the evaluation by an error.
     """
     run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
     depths, read = run.model.mtp.num_layers, 0
@@ -154,6 +164,7 @@ def evaluate(
         )
         read += num_local_rows * mesh.dp.size
         report_progress(min(read, samples))
+        check_stop()
     if read < samples:  # other ranks had more documents
         report_progress(samples)
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()

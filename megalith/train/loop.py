@@ -31,7 +31,7 @@ from megalith.optim.schedule import (
     schedule_lengths,
     weight_decay,
 )
-from megalith.parallel.group import raise_on_all_ranks
+from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import describe_uneven_batches
 from megalith.plan.batch_schedule import BatchSizeSchedule, build_batch_schedule
@@ -72,10 +72,11 @@ from megalith.train.callbacks.metrics import (
 from megalith.train.callbacks.profile import Profiler, build_profiling_callbacks
 from megalith.train.callbacks.replicas import ReplicaCheck
 from megalith.train.callbacks.requests import RunRequests
-from megalith.train.callbacks.stop import StopRequests
+from megalith.train.callbacks.stop import JobLimits, StopRequests
 from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.diloco import DilocoSync
+from megalith.train.evaluate import EvaluationStoppedError
 from megalith.train.replica_group_settings import FinishedRunCheck, connect_coordinator
 from megalith.train.replica_groups import (
     Coordinator,
@@ -111,7 +112,7 @@ def run_training(
     *,
     show: bool = True,
     callbacks: Sequence[Callback] = (),
-    job_end_time: float | None = None,
+    job_limits: JobLimits | None = None,
     heartbeat: RankHeartbeat | None = None,
     starts: StartLog | None = None,
     coordinator: Coordinator | None = None,
@@ -120,8 +121,8 @@ def run_training(
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
-    the built-in ones and those of the settings. `job_end_time`: seconds since 1970 at which the
-    batch system ends the job. `heartbeat`: of this rank, if another process checks it. `starts`:
+    the built-in ones and those of the settings. `job_limits`: of the batch system or launcher.
+    `heartbeat`: of this rank, if another process checks it. `starts`:
     records this start and its exit; by default in the folder, without an older checkpoint after
     failed starts.
 
@@ -171,7 +172,7 @@ def run_training(
             sizes = {"world_before": prepared.saved_world, "world": mesh.world.size}
             for line in describe_resize(load_run(folder.config), run, **sizes):
                 progress.print_line(line)
-        stop_requests = StopRequests(job_end_time, starts.job_started)
+        stop_requests = StopRequests(job_limits, starts.job_started)
         groups = None
         if run.replica_group is not None:
             if first and coordinator is None:
@@ -340,7 +341,7 @@ class TrainLoop:
         self.events = EventsWriter()
         self.fault_detector = FaultDetector()
         self.stop_requests = stop_requests
-        self.evaluator = Evaluator()
+        self.evaluator = Evaluator(lambda: stop_requests.reason is not None)
         self.replica_check = ReplicaCheck()
         self.health_check = HealthCheck()
         self.checkpointer = Checkpointer(self.fault_detector, self.replica_check, lock)
@@ -490,8 +491,14 @@ class TrainLoop:
         self._drain_save()
         if outcome.kind == "done" and finished is not None:
             self.fault_detector.check_last_step(finished.result)
+        return self._save_at_end(outcome)
+
+    def _save_at_end(self, outcome: Outcome) -> Outcome:
+        """Save the last step, and return the outcome with the result of the save."""
+        if outcome.kind == "stopped" and self._save_in_local_tier():
+            return replace(outcome, tier="local")
         self._save(final=True)
-        if self.checkpointer.saved_step == state.step:
+        if self.checkpointer.saved_step == self.prepared.state.step:
             return outcome
         why = "the loss or gradient norm is NaN or infinite"
         if self.replica_check.differs:
@@ -509,11 +516,10 @@ class TrainLoop:
         stops."""
         if StepRequest.PROFILE in requests:
             self.profiler.open_window()
-        self._evaluate(is_requested=StepRequest.EVALUATE in requests)
+        is_complete = self._evaluate(is_requested=StepRequest.EVALUATE in requests)
         if (
-            StepRequest.STOP in requests
-            and self.prepared.state.step < self.prepared.run.train.steps
-        ):
+            StepRequest.STOP in requests or not is_complete
+        ) and self.prepared.state.step < self.prepared.run.train.steps:
             return True
         if StepRequest.SAVE in requests:
             self._save()
@@ -656,9 +662,9 @@ class TrainLoop:
         if self.prepared.is_writer:
             self.callbacks.notify("on_log", metrics)
 
-    def _evaluate(self, *, is_requested: bool) -> None:
-        """Evaluate the model if an evaluation is due or requested, and log and report the
-        results."""
+    def _evaluate(self, *, is_requested: bool) -> bool:
+        """Evaluate the model if an evaluation is due or requested, and log and report the results;
+        return False if the evaluation has ended early, because the run must stop."""
         step = self.prepared.state.step
         names = self.evaluator.list_suites(step, is_requested=is_requested)
         if not names:
@@ -667,16 +673,24 @@ class TrainLoop:
                     f"step {step}: a callback requested an evaluation, and this run has no samples "
                     "for it. Set train.eval_steps to at least 1 and provide validation data."
                 )
-            return
+            return True
         self._phase = f"during evaluation after step {step}"
         self.callbacks.notify("before_evaluate", step)
         with self.heartbeat.within("evaluate"), self.timers.section("evaluate"):
-            results = self.evaluator.evaluate(names)
+            try:
+                results = self.evaluator.evaluate(names)
+            except EvaluationStoppedError:
+                self.progress.print_line(
+                    f"step {step}: the evaluation of {', '.join(names)} has ended without results, "
+                    "because the run stops"
+                )
+                return False
         metrics: StepMetrics = {"step": step, **self.callbacks.section_times("evaluate")}
         for name, result in results.items():
             metrics |= result.metrics(name)
         self.callbacks.notify("after_evaluate", results, metrics)
         self._log(metrics)
+        return True
 
     def _save(self, *, final: bool = False, overlap: bool = True) -> None:
         """Save the current step, unless it is saved or divergent, and report the result.
@@ -728,6 +742,35 @@ class TrainLoop:
             self.events.section("save_local", step=self.view.step),
         ):
             self.local_checkpointer.save(self.callbacks.state_dict)
+
+    def _save_in_local_tier(self) -> bool:
+        """Save the last step of a run that is stopped in the local tier, if a persistent save would
+        take longer than the processes have left on any rank; return whether it is saved there.
+        Collective."""
+        step, tier = self.prepared.state.step, self.prepared.local_tier
+        writes = self.groups is None or self.groups.is_writer
+        if tier is None or not writes or self.checkpointer.saved_step == step:
+            return False
+        problems = gather_objects(
+            self.stop_requests.describe_lack_of_time(), self.prepared.mesh.world
+        )
+        problem = next((each for each in problems if each), "")
+        if not problem:
+            return False
+        self._phase = f"while step {step} was saved locally"
+        with (
+            self.heartbeat.within("save"),
+            self.timers.section("save"),
+            self.events.section("save_local", step=self.view.step),
+        ):
+            is_saved = self.local_checkpointer.save_now(self.callbacks.state_dict)
+        if is_saved:
+            self.progress.print_line(
+                f"step {step} is saved in the local tier ({tier.root}) and not in "
+                f"{self.prepared.folder.checkpoints}: {problem}. The next start needs the same "
+                "machines; on others it continues from the newest persistent checkpoint"
+            )
+        return is_saved
 
     def _drain_save(self) -> None:
         """Wait for the asynchronous save in flight and report its result. Collective."""

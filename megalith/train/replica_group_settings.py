@@ -43,6 +43,7 @@ UNCOMPARED_SETTINGS = (
     "train.log_every",
     "train.max_minutes",
     "train.sigusr1_action",
+    "train.termination_grace_seconds",
     "train.threads",
     "parallel.timeout_seconds",
     "parallel.check_collectives",

@@ -29,6 +29,7 @@ from megalith.train.evaluate import (
     evaluate,
     ignore_progress,
     load_newest_weights,
+    never_stop,
 )
 from megalith.train.forward_backward import PipelineModel
 from megalith.train.run_folder import RunFolder
@@ -61,9 +62,10 @@ class Suite(Protocol):
         masks: MaskSettings,
         tokenizer: Tokenizer,
         report_progress: Callable[[int], None] = ignore_progress,
+        check_stop: Callable[[], None] = never_stop,
     ) -> SuiteResult:
         """Evaluate the model. Collective over the mesh. `report_progress` is called with a growing
-        number."""
+        number, `check_stop` equally often on all ranks; it may end the evaluation by an error."""
 
 
 def open_suite(run: TrainRun, name: str, tokenizer: Tokenizer) -> Suite:
@@ -160,6 +162,7 @@ class TextSuite:
         masks: MaskSettings,
         tokenizer: Tokenizer,
         report_progress: Callable[[int], None] = ignore_progress,
+        check_stop: Callable[[], None] = never_stop,
     ) -> Evaluation:
         """Return the mean loss over all labels, however the samples are distributed. Collective.
 
@@ -173,6 +176,7 @@ class TextSuite:
             tokenizer=tokenizer,
             micro_batch_size=self.config.micro_batch_size,
             report_progress=report_progress,
+            check_stop=check_stop,
         )
 
 
@@ -409,12 +413,13 @@ class ChoiceSuite:
         masks: MaskSettings,
         tokenizer: Tokenizer,
         report_progress: Callable[[int], None] = ignore_progress,
+        check_stop: Callable[[], None] = never_stop,
     ) -> ChoiceScores:
         """Return the accuracies. Collective over the mesh.
 
         `report_progress` is called with the number of microbatches that this rank has read.
         """
-        log_probs = iter(self.log_probs(pipeline_model, masks, report_progress))
+        log_probs = iter(self.log_probs(pipeline_model, masks, report_progress, check_stop))
         return score_questions(
             self._questions,
             [[*islice(log_probs, len(question.choices))] for question in self._questions],
@@ -425,6 +430,7 @@ class ChoiceSuite:
         pipeline_model: PipelineModel,
         masks: MaskSettings,
         report_progress: Callable[[int], None] = ignore_progress,
+        check_stop: Callable[[], None] = never_stop,
     ) -> list[float]:
         """Return the log-probability of each choice, question after question. Collective over the
         mesh: the choices are distributed over the data-parallel ranks, which run equally many
@@ -441,6 +447,7 @@ class ChoiceSuite:
                     log_probs[choices] = -document_losses[: len(choices)]
             num_microbatches += len(group)
             report_progress(num_microbatches)
+            check_stop()
         return all_reduce_(log_probs, mesh.world).tolist()
 
     def _iter_microbatches(

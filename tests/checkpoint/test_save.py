@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -515,6 +516,79 @@ def test_killed_process_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     )
     remove_leftovers(tmp_path)
     assert all("." not in name for name in storage.list_names(tmp_path))
+
+
+FORK_AND_KILL = """
+import itertools, os, pathlib, random, signal, sys, time
+import torch
+from megalith import storage
+from megalith.checkpoint.commit import Retention, remove_leftovers
+from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.load import find_latest, open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
+from megalith.parallel.group import single_rank_group
+from megalith.plan.shards import Shard
+
+torch.set_num_threads(1)
+folder = pathlib.Path(sys.argv[1])
+progress = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT)  # value of the last complete save
+group, draw = single_rank_group("world"), random.Random(15)
+
+def save(step, value):
+    entries = [
+        CheckpointEntry(Shard.full(f"w{n}", (32, 64)), "param", torch.full((32, 64), value))
+        for n in range(4)
+    ]
+    save_checkpoint(folder, step, entries, {}, group, config_text="", retention=Retention(keep=2))
+    os.pwrite(progress, f"{value:16}".encode(), 0)
+
+def save_for_ever(first):
+    for step in itertools.count(first):
+        save(step, float(step))
+        save(step, step + 0.5)  # replaces it
+
+last, last_value, in_a_save = 0, 0.5, 0
+began = time.monotonic()
+for _ in range(5):
+    save(0, 0.5)
+seconds = (time.monotonic() - began) / 5
+for number in range(int(sys.argv[3])):
+    pid = os.fork()
+    if pid == 0:
+        save_for_ever(last + 1)
+    time.sleep(draw.uniform(0.0, 2 * seconds))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    done = float(os.pread(progress, 16, 0))
+    in_a_save += any("." in name for name in storage.list_names(folder))
+    remove_leftovers(folder)
+    assert all("." not in name for name in storage.list_names(folder))
+    checkpoint = open_checkpoint(find_latest(folder))
+    values = {float(each) for key in checkpoint.manifest.tensors for each in
+              checkpoint.read(key).unique()}
+    assert len(values) == 1, values
+    (value,) = values
+    following = done + 0.5 if done > last_value else last + 1  # the save that the child may be in
+    assert value in (done, following), (value, done, last_value)
+    assert value in (checkpoint.step, checkpoint.step + 0.5)
+    last, last_value = checkpoint.step, value
+    os.pwrite(progress, f"{value:16}".encode(), 0)
+print(last, in_a_save)
+"""
+
+
+@pytest.mark.slow  # 200 processes
+def test_200_killed_processes_leave_a_complete_checkpoint() -> None:
+    """The older or the newer checkpoint loads bit for bit, also while a step is replaced. In
+    memory, because the time of a save on a disk is that of its syncs."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        words = [f"{folder}/saves", f"{folder}/progress", "200"]
+        command = [sys.executable, "-c", FORK_AND_KILL, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    last, in_a_save = map(int, done.stdout.split())
+    assert last > 20 and in_a_save > 50, done.stdout
 
 
 def _save_and_load_on_live_ranks(rank: int, world: int, folder: str) -> tuple[str, bool, str]:

@@ -114,6 +114,14 @@ def test_suggested_command_suits_what_the_run_trained_on(
     assert _describe_outcome(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
 
 
+def test_message_names_the_tier_of_the_last_save() -> None:
+    outcome = Outcome("stopped", 6, "SIGTERM", tier="local")
+    assert _describe_outcome(outcome, "runs/x", resolve("llama_29m")) == (
+        "stopped at step 6 (SIGTERM) and saved in the local tier; run the same command again on "
+        "the same machines to continue"
+    )
+
+
 def test_recompute_auto_is_resolved_once_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

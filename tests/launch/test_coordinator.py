@@ -344,6 +344,26 @@ def test_interrupted_vote_begins_a_new_process(tmp_path: Path, pool: ThreadPoolE
                 vote.result(10)
 
 
+def test_new_process_begins_although_the_connection_of_the_last_one_was_being_opened() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = CoordinatorClient(f"127.0.0.1:{server.getsockname()[1]}", limits=LIMITS)
+        client._group, client._incarnation = "a", 7
+        client._start()
+        incarnations = []
+        for _ in range(2):
+            connection, _ = server.accept()
+            with connection, connection.makefile("rb") as stream:
+                hello = decode_message(stream.readline())
+                incarnations.append(hello["incarnation"])
+                if hello["incarnation"] == 7:
+                    client._begin_incarnation()
+                connection.sendall(encode_message("welcome", incarnation=8, coordinator="c"))
+                if hello["incarnation"] == 0:
+                    _wait_for(lambda: client._incarnation == 8)
+        client.close()
+    assert incarnations == [7, 0]
+
+
 def test_clocks_of_groups_and_coordinator_may_differ(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import pytest
 
 from megalith.config.restart import RestartConfig
 from megalith.errors import RankError, UserError
-from megalith.launch import in_place, launcher
-from megalith.launch.in_place import InPlacePolicy, InPlaceRanks
-from megalith.launch.launcher import run_workers
+from megalith.launch import heartbeat, in_place, launcher
+from megalith.launch.in_place import InPlacePolicy, InPlaceRanks, JobProcess
+from megalith.launch.launcher import Failure, run_workers
+from megalith.launch.rounds import HangReport, RestartClient, Round, RoundFailure
+from megalith.testing.inject import patched
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -25,6 +29,7 @@ WORKER = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from megalith.errors import ConfigError
+from megalith.launch.heartbeat_process import open_heartbeat
 from megalith.launch.launcher import Failure, worker_main
 from megalith.launch.rounds import RestartClient
 
@@ -67,6 +72,12 @@ def wait_for_all(place):
 def act(fault, client):
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        with open_heartbeat(os.environ) as heartbeat:
+            heartbeat.set_timeouts(0.3)
+            heartbeat.record("step")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
     if fault == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "bug":
@@ -172,10 +183,14 @@ def test_a_rank_that_is_killed_while_it_leaves_the_round_is_replaced(script: Pat
 
 
 @pytest.mark.slow  # starts several processes
-def test_restarts_follow_each_other(script: Path) -> None:
-    assert launch(script, {"0:1": "kill", "1:1": "bug", "2:0": "leave"}) == 0
+def test_restarts_follow_each_other(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(script, {"0:1": "bug", "1:1": "kill", "2:0": "leave"}) == 0
     assert pids(script, 3) == pids(script, 2)
     assert pids(script, 3)[1] not in (pids(script, 0)[1], pids(script, 1)[1])
+    causes = [line.partition("; restart")[0] for line in capfd.readouterr().err.splitlines()]
+    assert "KeyError: 'a bug'" in causes[0]
+    assert causes[1] == "megalith: rank 1 was killed by signal 9 (SIGKILL)", "not the error before"
+    assert "rank 0: OSError: the disk" in causes[2]
 
 
 def test_a_rank_with_an_error_of_its_own_keeps_its_process(
@@ -202,6 +217,19 @@ def test_a_rank_that_does_not_leave_the_round_is_killed_and_replaced(
     changed = [a != b for a, b in zip(pids(script, 0), pids(script, 1), strict=True)]
     assert changed == [False, False, True]
     assert "ranks [2] did not leave their step and were killed" in capfd.readouterr().err
+
+
+def test_a_stopped_rank_is_killed_and_replaced(
+    script: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat is the only thing that shows that it hangs."""
+    monkeypatch.setattr(heartbeat, "STACK_SECONDS", 0.2)
+    assert launch(script, {"0:1": "stop"}, 2) == 0
+    first, second = pids(script, 0), pids(script, 1)
+    assert first[0] == second[0] and first[1] != second[1]
+    errors = capfd.readouterr().err
+    assert "rank 1: has made no progress for 0." in errors
+    assert "restart 1 in place: 1 of 2 ranks keep their processes, ranks [1] are" in errors
 
 
 def test_a_hang_aborts_the_round(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -294,3 +322,32 @@ def test_used_spares_are_started_again(script: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(in_place, "SPARE_DELAY_SECONDS", 0.0)
     assert launch(script, {"0:1": "kill", "1:0": "await_spare"}, 2, spares=1) == 0
     assert pids(script, 1) == pids(script, 2), "a spare that is not needed stays without a rank"
+
+
+def test_messages_of_an_earlier_round_do_not_end_the_current_one(tmp_path: Path) -> None:
+    policy = InPlacePolicy(config=RestartConfig(max_in_place=1))
+    ranks = InPlaceRanks([], 1, tmp_path, {}, policy=policy)
+    ranks.round = 3
+    process: Any = None  # not used
+    failure = asdict(Failure(0, "late", "late", 1, is_report=True))
+    with ranks._server, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
+        member = JobProcess(process, control, 0.0)
+        ranks._handle(member, RoundFailure(2, 1, failure))
+        ranks._handle(member, HangReport(2, failure))
+        assert (member.round_failure, ranks._hang) == (None, None)
+        ranks._handle(member, RoundFailure(3, 1, failure))
+        ranks._handle(member, HangReport(3, failure))
+        assert member.round_failure is not None and ranks._hang is not None
+
+
+def test_abort_of_an_earlier_round_does_not_close_the_connections_of_the_current_one() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
+        with patched(RestartClient, "_receive", lambda client: None):
+            client = RestartClient(control, {})
+        client.round = Round(2, 0, 1)
+        aborts: list[int] = []
+        client.set_abort(lambda: aborts.append(client.round.number))
+        client._abort_round(1)
+        assert aborts == [] and not client.is_aborted
+        client._abort_round(2)
+        assert aborts == [2] and client.is_aborted

@@ -376,6 +376,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "train.ema.decay",
         "fault_detector.check_update_size",
         "train.exit_margin_minutes",
+        "train.termination_grace_seconds",
         "train.sigusr1_action",
         "train.ema.device",
         "train.ema.every",

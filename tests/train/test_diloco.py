@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import Tolerance, assert_close
+from megalith.train import diloco
+from megalith.train.diloco import DilocoSync, RoundState
 from megalith.train.loop import run_training
 from megalith.train.replica_groups import ReplicaGroups
 from megalith.train.run_folder import RunFolder
@@ -103,15 +106,20 @@ def test_one_group_with_outer_rate_one_trains_as_without(
     assert_close(select_weights(weights), expected, EXACT_RULE)
 
 
-def _train_and_lose(rank: int, world: int, address: str, settings: Any, path: Path) -> list[str]:
-    """Train as a group of one rank; group g1 is lost once, before the vote of its second round.
-    Return the lines of each start."""
+def _train_and_lose(
+    rank: int, world: int, address: str, settings: Any, path: Path, losses: Mapping[str, int]
+) -> list[str]:
+    """Train as a group of one rank. A group of `losses` is lost once, before this vote (1: the
+    first one) about its second round. Return the lines of each start."""
     run = group_run(address, f"g{rank}", settings, path)
     lines: list[str] = []
+    num_votes = 0
     commit_round = ReplicaGroups.commit_round
 
     def lose(self: ReplicaGroups, number: int, *, ok: bool) -> bool:
-        if number == 2 and self.config.id == "g1":
+        nonlocal num_votes
+        num_votes += number == 2
+        if number == 2 and losses.get(self.config.id) == num_votes:
             raise LostGroupError
         return commit_round(self, number, ok=ok)
 
@@ -147,7 +155,7 @@ def test_lost_group_joins_the_round_again(
         "checkpoint.every": str(every),
     }
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
-        arguments = coordinator.address, settings | counts(2, 2), tmp_path
+        arguments = coordinator.address, settings | counts(2, 2), tmp_path, {"g1": 1}
         (first, log), (second, other_log) = run_ranks(_train_and_lose, 2, *arguments, timeout=120)
     assert (first, second) == ("done", "done")
     assert "discarded in epoch" in log
@@ -157,6 +165,27 @@ def test_lost_group_joins_the_round_again(
     for key, weight in select_weights(weights).items():
         start = weights[key.replace("model.", "optimizer.outer_start.", 1)]
         assert torch.equal(start, weight), "the last step is synchronized"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_group_that_has_just_joined_continues_if_its_source_is_lost(
+    tmp_path: Path, dtype: str
+) -> None:
+    """g1 loads the round of g0, which is lost before the vote, and then loads that of g1."""
+    settings = SGD | {
+        "replica_group.mode": "diloco",
+        "replica_group.diloco.sync_every": "2",
+        "replica_group.diloco.delta_dtype": dtype,
+        "train.steps": "6",
+        "checkpoint.every": "0",
+    }
+    with RunningCoordinator(tmp_path / "coordinator") as coordinator:
+        arguments = coordinator.address, settings | counts(2, 2), tmp_path, {"g1": 1, "g0": 2}
+        (first, log), (second, other_log) = run_ranks(_train_and_lose, 2, *arguments, timeout=120)
+    assert (first, second) == ("done", "done")
+    assert "loaded the state of round 1 from replica group g0" in other_log
+    assert "loaded the state of round 1 from replica group g1" in log
+    assert all(tensor.isfinite().all() for tensor in stored(tmp_path, 6).values())
 
 
 def _count_sent(rank: int, world: int, address: str, settings: Any, path: Path) -> int:
@@ -272,6 +301,66 @@ def test_error_feedback_sends_all_changes_in_the_end(dtype: Any, error: float) -
         difference = total[number] - sent_total[number]
         torch.testing.assert_close(difference, outer.residuals[number], rtol=0, atol=1e-12)
         assert difference.abs().max() < 2 * error * 2, "the error does not grow with the steps"
+
+
+def test_group_that_joins_does_not_send_the_rounding_errors_of_its_source() -> None:
+    slots = build_slots(1)
+    outer = OuterOptimizer(slots, DilocoConfig(delta_dtype="bf16"))
+    outer.residuals[0].fill_(1.0)
+
+    class Source:
+        step = 4
+
+        def adopt(self, state: Mapping[str, Any]) -> None:
+            self.adopted = state
+
+    source: Any = Source()
+    state = RoundState(source, 0, lambda step: 0, outer)
+    state.adopt({"diloco_rounds": 2})
+    assert state.rounds == 2 and not outer.residuals[0].any()
+
+
+class ExcludedGroup:
+    """Groups and state of a group that was excluded from round 2, and loads the state of another
+    one in which round 4 is not applied yet."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(diloco=DilocoConfig(sync_every=2))
+        self.step, self.votes, self.weights = 4, [], []
+        self.state: Any = self
+
+    def start_exchange(self, work: Any) -> Any:
+        ring = SimpleNamespace(num_groups=2, index=0, all_reduce_=self._add_other_group)
+        result = work(ring)
+        return SimpleNamespace(result=lambda: result)
+
+    def _add_other_group(self, tensors: list[torch.Tensor]) -> None:
+        if tensors[0].shape == (2,):
+            self.weights.append(float(tensors[0][0]))
+            tensors[0][1] = 1.0
+
+    def finish_exchange(self, future: Any) -> Any:
+        return future.result()
+
+    def commit_round(self, number: int, *, ok: bool) -> bool:
+        self.votes.append(number)
+        return len(self.votes) > 1
+
+    def enter(self, state: Any) -> None:
+        self.step, state.rounds = 8, 3
+
+
+def test_excluded_group_takes_part_in_the_round_of_the_state_that_it_loads() -> None:
+    outer, groups = OuterOptimizer(build_slots(1), DilocoConfig()), ExcludedGroup()
+    nothing = SimpleNamespace(wait=lambda: None, wait_params=lambda: None)
+    run = SimpleNamespace(train=SimpleNamespace(steps=20))
+    trainer: Any = SimpleNamespace(outer=outer, run=run, write_guard=nothing, data=nothing)
+    sync = DilocoSync(trainer, cast(Any, groups), cast(Any, groups))
+    sync.state.rounds = 1
+    with patched(diloco, "all_gather_loaded_params", lambda trainer: None):
+        assert sync.after_step()
+    assert groups.votes == [2, 4] and sync.state.rounds == 4
+    assert groups.weights == [1.0, 0.0]
 
 
 def test_schedule_counts_the_rounds_that_it_applies() -> None:

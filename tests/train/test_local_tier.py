@@ -3,10 +3,13 @@ continues from the newest local one, bit for bit."""
 
 import json
 import logging
+import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ import pytest
 import torch
 
 from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.local import LocalTier
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.callbacks.base import Callback, Outcome, RunView
@@ -121,6 +126,73 @@ def test_run_resumes_from_the_newest_local_checkpoint(killed: Path, reference: P
     assert rows(killed) == rows(reference)
     assert_last_checkpoints_equal(killed, reference)
     assert not list(killed.with_name("run.local").iterdir())  # the persistent one holds the end
+
+
+class Preempted(Callback):
+    """Sends SIGTERM to this process in a step."""
+
+    name = "preempted"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_step(self, step: int, batches: Any) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("grace", "fails", "tier"),
+    [("0", False, "local"), ("0", True, "persistent"), ("1000", False, "persistent")],
+)
+def test_preempted_run_is_saved_locally_if_a_persistent_save_takes_too_long(
+    tmp_path: Path, reference: Path, grace: str, fails: bool, tier: str
+) -> None:
+    """Step 4 is saved regularly, step 6 before the exit."""
+    path = tmp_path / "run"
+    settings = local_settings(path) | {
+        "checkpoint.local.every": "100",
+        "train.termination_grace_seconds": grace,
+    }
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise CheckpointError("the local checkpoint of step 6 was not saved. The folder is full.")
+
+    with patched(LocalTier, "save", fail) if fails else nullcontext():
+        outcome = train(path, settings, Preempted(5))
+    assert outcome == Outcome("stopped", 6, "SIGTERM", tier=tier)
+    has_step = (path / "checkpoints" / "step_0000006").exists()
+    assert has_step == (tier == "persistent")
+    message = f"step 6 is saved in the local tier ({path}.local/megalith-"
+    log = log_of(path)
+    assert (message in log) == (tier == "local")
+    if tier == "local":
+        assert "0.0 s are left, and a persistent save has taken 0." in log
+        assert "on others it continues from the newest persistent checkpoint" in log
+    train(path, settings)
+    assert rows(path) == rows(reference)
+    assert_last_checkpoints_equal(path, reference)
+
+
+def _preempt_rank_1(rank: int, world: int, path: Path, settings: dict[str, str]) -> Outcome:
+    run = tiny_run(BASE | settings)
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    callbacks = [Preempted(5)] if rank == 1 else []
+    return run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+
+
+@pytest.mark.slow
+def test_all_ranks_save_locally_if_one_rank_has_too_little_time(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    settings = local_settings(path) | {
+        "checkpoint.local.every": "100",
+        "checkpoint.local.replication_factor": "1",
+        "train.termination_grace_seconds": "0",
+    }
+    outcomes = run_ranks(_preempt_rank_1, 2, path, settings)
+    assert [(each.kind, each.step, each.tier) for each in outcomes] == [("stopped", 6, "local")] * 2
+    assert run_ranks(_train_on_ranks, 2, path, settings, 0) == ["done"] * 2
+    assert f"resuming {path} at step 6 from its local checkpoint" in log_of(path)
 
 
 class SlowSteps(Callback):

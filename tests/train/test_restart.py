@@ -44,6 +44,7 @@ from megalith.testing import inject
 from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tiny import tiny_yaml
 from megalith.train import restart
+from megalith.train.callbacks.health_check import HealthCheck
 from megalith.train.loop import run_training
 from megalith.train.restart import is_recoverable, train_in_rounds
 from megalith.train.run_folder import RunFolder
@@ -117,6 +118,7 @@ def train_with_faults(
     """Train; in each of the first rounds, a rank cannot read its data after some steps."""
     client, store = join_rounds(rank, world)
     counts, read, release = [], Loader.next, restart.release_round
+    checked_rounds: list[int] = []
 
     def read_or_fail(loader: Loader) -> StepBatches:
         number = client.round.number
@@ -133,12 +135,17 @@ def train_with_faults(
     with (
         inject.patched(Loader, "next", read_or_fail),
         inject.patched(restart, "release_round", release_and_count),
+        inject.patched(
+            HealthCheck, "_check", lambda check, step: checked_rounds.append(client.round.number)
+        ),
     ):
         heartbeat = RankHeartbeat()
         train = partial(_train_round, run, folder, (), client, heartbeat)
         outcome = train_in_rounds(client, train, heartbeat)
     assert outcome.kind == "done"
     assert client.round.number == num_faults
+    if run.fault_detector.health_check_every is not None:
+        assert checked_rounds == [*range(num_faults + 1)], "before the first step of each round"
     del store
     return counts
 
@@ -186,7 +193,11 @@ def check_equal_run(
 
 
 def test_ranks_that_restart_in_place_equal_an_undisturbed_run(tmp_path: Path) -> None:
-    settings = {"train.steps": "5", "checkpoint.local.replication_factor": "1"}
+    settings = {
+        "train.steps": "5",
+        "checkpoint.local.replication_factor": "1",
+        "fault_detector.health_check_every": "0",
+    }
     check_equal_run(tmp_path, 2, settings, num_faults=2)
 
 
@@ -218,17 +229,17 @@ from pathlib import Path
 from megalith.train.callbacks.base import Callback
 
 HERE = Path(__file__).parent
-FAULTS = json.loads((HERE / "faults.json").read_text())  # point, step and rank of each, in order
+FAULTS = json.loads((HERE / "faults.json").read_text())  # point, step, rank, signal, in order
 
 def die_if_due(point, step):
     num_done = len(list(HERE.glob("done-*")))
     group = FAULTS[num_done] if num_done < len(FAULTS) else []
     for fault in group:
-        if fault == [point, step, int(os.environ["RANK"])]:
+        if fault[:3] == [point, step, int(os.environ["RANK"])]:
             (HERE / f"killed-{num_done}-{fault[2]}").touch()
             if len(list(HERE.glob(f"killed-{num_done}-*"))) == len(group):
                 (HERE / f"done-{num_done}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, fault[3] if len(fault) > 3 else "SIGKILL"))
 
 class Fault(Callback):
     def __init__(self):
@@ -251,15 +262,19 @@ class Fault(Callback):
 """
 
 
+PlantedFault = tuple[str, int, int] | tuple[str, int, int, str]
+"""Point, step and rank, and the signal if it is not SIGKILL."""
+
+
 def train_by_command(
     tmp_path: Path,
     settings: dict[str, str],
-    faults: Sequence[Sequence[tuple[str, int, int]]],
+    faults: Sequence[Sequence[PlantedFault]],
     *options: str,
     nproc: int = 4,
 ) -> str:
-    """Train with `megalith train`; kill ranks at these points, one group after the other. Return
-    what it writes to standard error."""
+    """Train with `megalith train`; send ranks a signal at these points, one group after the other.
+    Return what it writes to standard error."""
     (tmp_path / "faults.py").write_text(FAULTS)
     (tmp_path / "faults.json").write_text(json.dumps(faults))
     local = {"checkpoint.local.folder": str(tmp_path / "local")}
@@ -285,7 +300,7 @@ def train_by_command(
 def test_ranks_killed_at_every_point_of_a_run_leave_the_losses_unchanged(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    faults = [
+    faults: list[list[PlantedFault]] = [
         [("step", 1, 3)],  # before the first checkpoint
         [("step", 3, 0)],
         [("save", 4, 1)],
@@ -299,6 +314,21 @@ def test_ranks_killed_at_every_point_of_a_run_leave_the_losses_unchanged(
     errors = train_by_command(tmp_path, settings, faults, *options)
     assert errors.count("in place: ") >= 7
     assert "ranks [0, 2] are replaced" in errors
+
+
+@pytest.mark.slow  # waits for the timeout of the heartbeat
+def test_stopped_rank_is_killed_and_replaced_in_place(tmp_path: Path) -> None:
+    """Only the heartbeat shows that a stopped process hangs: its watchdog does not run either."""
+    settings = {
+        "train.steps": "4",
+        "restart.max_in_place": "1",
+        "parallel.heartbeat_timeout_seconds": "20",
+        "checkpoint.local.replication_factor": "1",
+    }
+    errors = train_by_command(tmp_path, settings, [[("step", 3, 0, "SIGSTOP")]], nproc=2)
+    assert "rank 0: has made no progress for 20." in errors
+    kept = "restart 1 in place: 1 of 2 ranks keep their processes"
+    assert f"{kept}, ranks [0] are replaced" in errors
 
 
 @pytest.mark.parametrize(

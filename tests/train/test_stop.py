@@ -11,11 +11,21 @@ from typing import Literal
 import pytest
 import torch
 
+from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
-from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.callbacks.base import Outcome
-from megalith.train.callbacks.stop import Stopper, read_job_end_time, record_sigusr1
+from megalith.train.callbacks.base import Callback, Outcome
+from megalith.train.callbacks.stop import (
+    JobLimits,
+    Stopper,
+    read_job_end_time,
+    read_job_limits,
+    record_sigusr1,
+)
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
@@ -118,6 +128,12 @@ def test_end_time_of_a_slurm_job_is_read() -> None:
         read_job_end_time({"SLURM_JOB_END_TIME": "soon"})
 
 
+def test_time_between_sigterm_and_sigkill_is_known_under_torchrun() -> None:
+    assert read_job_limits({}) == JobLimits()
+    environment = {"SLURM_JOB_END_TIME": "1767225600", "TORCHELASTIC_RUN_ID": "long"}
+    assert read_job_limits(environment) == JobLimits(1767225600.0, 30.0)
+
+
 @pytest.mark.parametrize(
     ("end", "margin", "outcome"),
     [
@@ -137,7 +153,66 @@ def test_run_stops_before_the_end_of_a_slurm_job(
         build_single_rank_mesh(),
         torch.device("cpu"),
         show=False,
-        job_end_time=time.time() + end,
+        job_limits=JobLimits(time.time() + end),
     )
     assert result == outcome
     assert ("is in the past, so it is ignored" in (tmp_path / "log.txt").read_text()) == (end < 0)
+
+
+class StopInEvaluation(Callback):
+    """Sends SIGTERM to this process when the evaluation after a step begins."""
+
+    name = "stop_in_evaluation"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_evaluate(self, step: int) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def evaluate_and_stop(rank: int, world: int, run: TrainRun, path: Path, step: int) -> Outcome:
+    """Train; the last rank gets SIGTERM in the evaluation after `step`."""
+    mesh = build_single_rank_mesh()
+    if world > 1:
+        mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    callbacks = [StopInEvaluation(step)] if rank == world - 1 else []
+    device = torch.device("cpu")
+    return run_training(run, RunFolder(path), mesh, device, show=False, callbacks=callbacks)
+
+
+def evaluated_steps(path: Path) -> list[float]:
+    return [row["step"] for row in read_metrics(path / "metrics.jsonl") if "eval_loss" in row]
+
+
+LONG_EVALUATION = {
+    "train.steps": "4",
+    "train.eval_every": "2",
+    "train.eval_steps": "20",
+    "checkpoint.every": "0",
+}
+
+
+def test_signal_ends_an_evaluation_and_the_step_is_saved(tmp_path: Path) -> None:
+    run = tiny_run(LONG_EVALUATION)
+    assert evaluate_and_stop(0, 1, run, tmp_path, 2) == Outcome("stopped", 2, "SIGTERM")
+    assert evaluated_steps(tmp_path) == []
+    assert [each.name for each in (tmp_path / "checkpoints").glob("step_*")] == ["step_0000002"]
+    text = "step 2: the evaluation of eval has ended without results, because the run stops"
+    assert text in (tmp_path / "log.txt").read_text()
+    assert evaluate_and_stop(0, 1, run, tmp_path, 4) == Outcome("done", 4)
+    assert (tmp_path / "checkpoints" / "step_0000004").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"parallel.pp": "2"}])
+def test_signal_to_one_rank_ends_the_evaluation_of_all(
+    tmp_path: Path, layout: dict[str, str]
+) -> None:
+    run = tiny_run(LONG_EVALUATION | layout)
+    outcomes = run_ranks(evaluate_and_stop, 2, run, tmp_path, 2)
+    assert [(each.kind, each.step) for each in outcomes] == [("stopped", 2)] * 2
+    assert evaluated_steps(tmp_path) == []
+    assert {each.kind for each in run_ranks(evaluate_and_stop, 2, run, tmp_path, 0)} == {"done"}
+    assert evaluated_steps(tmp_path) == [4]

@@ -88,6 +88,8 @@ class Outcome:
     saved: bool = True
     """Whether `step` is saved; it is not after an immediate stop, or if its loss or gradient norm
     is not finite."""
+    tier: Literal["persistent", "local"] = "persistent"
+    """Where `step` is saved. local: there was no time for a persistent checkpoint."""
 
 
 RecordEvent = Callable[[str, Mapping[str, Any]], None]  # Any: JSON

@@ -19,14 +19,14 @@ from megalith.config.train import SuiteConfig
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
 from megalith.optim.ema import EMA
-from megalith.parallel.group import raise_on_all_ranks
+from megalith.parallel.group import all_reduce_, raise_on_all_ranks
 from megalith.plan.batch_schedule import build_batch_schedule
 from megalith.plan.rollback import list_rollback_limits
 from megalith.storage import StoragePath, max_file_nbytes
 from megalith.train.callbacks.base import Callback, Outcome, RunView, StepMetrics
 from megalith.train.callbacks.fault_detection import FaultDetector
 from megalith.train.callbacks.replicas import ReplicaCheck
-from megalith.train.evaluate import VALIDATION
+from megalith.train.evaluate import VALIDATION, EvaluationStoppedError
 from megalith.train.resume import CALLBACKS, HEALTHY
 from megalith.train.step import (
     SaveCounts,
@@ -61,10 +61,20 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
 # --- checkpoints and evaluations: when they are due, and how the loop executes them
 
 
+STOP_CHECK_EVERY = 8
+"""Forward passes of an evaluation between two checks whether the run stops. Heuristic: the message
+of a check takes less time than a pass."""
+
+
 class Evaluator(Callback):
     """Evaluates the validation split and suites, each at its steps and after the last one."""
 
     essential = True
+
+    def __init__(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """`should_stop`: whether this rank must stop soon, which ends an evaluation early."""
+        self._should_stop = should_stop
+        self._num_passes = 0
 
     def on_start(self, run: RunView) -> None:
         """Open the data of the suites.
@@ -98,7 +108,11 @@ class Evaluator(Callback):
         ]
 
     def evaluate(self, names: Sequence[str]) -> dict[str, SuiteResult]:
-        """Evaluate some suites. Collective."""
+        """Evaluate some suites. Collective.
+
+        Raises:
+            EvaluationStoppedError: on every rank: a rank must stop.
+        """
         prepared = self._run.prepared
         return {
             name: self._suites[name].evaluate(
@@ -106,9 +120,23 @@ class Evaluator(Callback):
                 prepared.masks(),
                 prepared.tokenizer,
                 lambda _num_samples: self._run.report_progress(),
+                self._check_stop,
             )
             for name in names
         }
+
+    def _check_stop(self) -> None:
+        """Check every few forward passes whether a rank must stop. Collective.
+
+        Raises:
+            EvaluationStoppedError: on every rank: a rank must stop.
+        """
+        self._num_passes += 1
+        if self._num_passes % STOP_CHECK_EVERY:
+            return
+        stops = torch.tensor([float(self._should_stop())], device=self._run.device)
+        if all_reduce_(stops, self._run.mesh.world).item():
+            raise EvaluationStoppedError
 
 
 DIVERGED = "diverged"

@@ -65,14 +65,33 @@ class LocalCheckpointer(Callback):
                 )
             self._has_skipped = True
             return
+        if saver is None:
+            self.save_now(callback_states)
+            return
         entries = self._checkpointer.entries()
         state = self._checkpointer.collect_state(entries, callback_states)
         try:
-            if saver is not None:
-                saver.begin_local(step, entries, state, lineage=run.rollbacks)
-                return
-            report = run.local_tier.save(step, entries, state, lineage=run.rollbacks)
+            saver.begin_local(step, entries, state, lineage=run.rollbacks)
         except CheckpointError as error:
             self._checkpointer.report_local(error)
-            return
+
+    def save_now(self, callback_states: Callable[[], dict[str, Any]]) -> bool:  # Any: JSON
+        """Save this step locally, and wait until it is saved; return False if that fails or the
+        step must not be saved. No other save is in flight. Collective.
+
+        Raises:
+            DataError: parameters are NaN or infinite.
+        """
+        run = self._run.prepared
+        assert run.local_tier is not None, "the run has a local tier"
+        if self._fault_detector.diverged or self._checkpointer.replica_check.differs:
+            return False
+        entries = self._checkpointer.entries()
+        state = self._checkpointer.collect_state(entries, callback_states)
+        try:
+            report = run.local_tier.save(run.state.step, entries, state, lineage=run.rollbacks)
+        except CheckpointError as error:
+            self._checkpointer.report_local(error)
+            return False
         self._checkpointer.report_local(report)
+        return True

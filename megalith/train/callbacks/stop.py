@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -21,6 +22,13 @@ from megalith.train.step import StepRequest
 END_TIME = "SLURM_JOB_END_TIME"
 """Variable with the end of a Slurm job's time limit, in seconds since 1970."""
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun sets."""
+
+TORCHRUN_GRACE_SECONDS = 30.0
+"""Time between SIGTERM and SIGKILL under torchrun. Source: `PContext.close` in torch 2.13,
+torch/distributed/elastic/multiprocessing/api.py."""
+
 MIN_EXIT_MARGIN_SECONDS = 60.0
 """Smallest derived margin before the end of a batch job. Heuristic: the process must also leave its
 groups and exit."""
@@ -29,18 +37,30 @@ MARGIN_FACTOR = 2.0
 """The derived margin in longest saves and steps (heuristic: a save on a busy file system)."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """When a batch system or launcher ends the processes of this job."""
+
+    end_time: float | None = None
+    """Seconds since 1970; None: unknown."""
+
+    grace_seconds: float | None = None
+    """Time between SIGTERM and SIGKILL; None: unknown."""
+
+
 class StopRequests(Callback):
     """Requests to stop the run after a signal, at the time limit or before the end of a batch job,
     and to save it after SIGUSR1 if train.sigusr1_action=save."""
 
     essential = True
 
-    def __init__(self, job_end_time: float | None = None, job_started: float | None = None) -> None:
-        """`job_end_time`: seconds since 1970 at which the batch system ends the job; `job_started`:
-        `time.monotonic()` from which train.max_minutes counts, None: from `on_start` on."""
+    def __init__(self, limits: JobLimits | None = None, job_started: float | None = None) -> None:
+        """`job_started`: `time.monotonic()` from which train.max_minutes counts, None: from
+        `on_start` on."""
         self._job_started = job_started
         self._stack = ExitStack()
-        self._job_end_time = job_end_time
+        limits = limits or JobLimits()
+        self._job_end_time, self._grace_seconds = limits.end_time, limits.grace_seconds
         self._longest_save = self._longest_step = 0.0
 
     def on_start(self, run: RunView) -> None:
@@ -59,6 +79,23 @@ class StopRequests(Callback):
                 "may have been started by a job that has ended"
             )
             self._job_end_time = None
+        if train.termination_grace_seconds is not None:
+            self._grace_seconds = train.termination_grace_seconds
+
+    def describe_lack_of_time(self) -> str:
+        """Describe that this process will be killed before a save like the longest one so far is
+        complete; empty if there is enough time, no save was measured, or the end is not known."""
+        received, ends = self._stopper.signaled_at, []
+        if received is not None and self._grace_seconds is not None:
+            ends.append(received + self._grace_seconds - time.monotonic())
+        if self._job_end_time is not None:
+            ends.append(self._job_end_time - time.time())
+        if not ends or not self._longest_save or min(ends) >= self._longest_save:
+            return ""
+        return (
+            f"{max(0.0, min(ends)):.1f} s are left, and a persistent save has taken "
+            f"{self._longest_save:.1f} s"
+        )
 
     @property
     def reason(self) -> str | None:
@@ -130,6 +167,8 @@ class Stopper:
         self._print_line = print_line
         self._sigusr1_action = sigusr1_action
         self._reason: str | None = None
+        self.signaled_at: float | None = None
+        """`time.monotonic()` of the first SIGTERM, SIGINT or SIGHUP; None: there was none."""
         self._before: dict[signal.Signals, Any] = {}  # Any: what the signal module calls a handler
         self.is_save_requested = False
         """Whether SIGUSR1 has requested a save that no step has executed."""
@@ -164,7 +203,7 @@ class Stopper:
         return self._reason
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._reason = signal.Signals(number).name
+        self._reason, self.signaled_at = signal.Signals(number).name, time.monotonic()
         if number == signal.SIGHUP:
             _redirect_closed_output()
         self._print_line(
@@ -210,6 +249,16 @@ def record_sigusr1() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def read_job_limits(environment: Mapping[str, str]) -> JobLimits:
+    """Return what the environment tells about the end of this job.
+
+    Raises:
+        ConfigError: a variable is not valid.
+    """
+    grace = TORCHRUN_GRACE_SECONDS if TORCHRUN in environment else None
+    return JobLimits(read_job_end_time(environment), grace)
 
 
 def read_job_end_time(environment: Mapping[str, str]) -> float | None:
