@@ -229,6 +229,20 @@ class StateServer:
                 del self._snapshots[place]
             self._changed.notify_all()
 
+    def decline(self, step: int, name: str = "state") -> None:
+        """Offer no snapshot of `step`: transfers of it fail with `SnapshotExpiredError`."""
+        with self._changed:
+            self._newest[name] = max(step, self._newest.get(name, step))
+            self._changed.notify_all()
+
+    def release(self, name: str = "state") -> None:
+        """Stop serving the snapshots of a name, and free their memory; the next `offer` reserves it
+        again."""
+        self.withdraw(name)
+        memory = self._memory.pop(name, None)
+        if memory is not None:  # threads that read it keep their mapping
+            memory.region.close()
+
     def close(self) -> None:
         """End all transfers, and free the memory."""
         with self._changed:

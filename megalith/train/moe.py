@@ -36,6 +36,25 @@ def iter_trained_routers(model: nn.Module) -> Iterator[tuple[Router, RoutingStat
             yield router, record
 
 
+def list_routing_sums(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """Return the statistics of the last step on this rank, summed over its microbatches: per router
+    token counts, dropped choices and quantile offsets. In place of records that do not exist yet:
+    zeros.
+
+    The tensors are the first microbatch of the records, and the others are set to zero, so that
+    what is added to them counts as part of the step: replica groups sum them.
+    """
+    sums = []
+    for router in iter_routers(model):
+        record = router.balance.record or router.balance.reset_record(1, device)
+        for values in (record.counts, record.num_dropped, record.offsets):
+            total = values.sum(0)
+            values.zero_()
+            values[0] = total
+            sums.append(values[:1])
+    return sums
+
+
 def update_expert_biases(model: nn.Module, mesh: Mesh) -> None:
     """Update the expert bias after a step: raise it for underused experts, lower it for overused
     ones.
