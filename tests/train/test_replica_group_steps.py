@@ -1,5 +1,5 @@
-"""Steps of replica groups: expert bias, sequence packing, skipped steps, failed votes and groups that
-stop equal one process; other data and a lack of memory are reported."""
+"""Steps of replica groups: expert bias, sequence packing, skipped steps, failed votes and groups
+that stop equal one process; other data and a lack of memory are reported."""
 
 import threading
 import time
@@ -38,6 +38,7 @@ from tests.train.replica_group_jobs import (
     train_and_lose,
     train_group,
 )
+from tests.train.test_diloco import DILOCO, EXACT_RULE, SGD, run_groups, select_weights
 from tests.train.test_loop import rows, stored, train, write_store
 from tests.train.test_replica_groups import FP64, assert_equal_runs, counts, rows_of
 
@@ -77,7 +78,7 @@ def test_lost_groups_change_nothing(tmp_path: Path, settings: dict[str, Override
         "g0": [Kill(4, "after_vote")],
     }
     layout: dict[str, Override] = {"parallel.dp": str(size)}
-    settings = FP64 | settings | layout | counts(1, 2) | {"checkpoint.every": "0"}
+    settings = FP64 | settings | layout | counts(2, 2) | {"checkpoint.every": "0"}
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
         arguments = coordinator.address, settings, tmp_path, losses, 2
         run_ranks(train_and_lose, 2 * size, *arguments, timeout=200)
@@ -99,6 +100,14 @@ def assert_equal_runs_but(path: Path, reference: Path, skipped: int | None) -> N
             assert row["tokens"] == expected[row["step"]]["tokens"]
     assert seen == {*range(1, 9)} - {skipped}
     assert_close(stored(path, 8), stored(reference, 8), CURVE64)
+
+
+def test_diloco_skips_steps_and_packs_samples_as_one_process_does(tmp_path: Path) -> None:
+    settings = SGD | PACKING
+    weights = run_groups(tmp_path / "group", settings | DILOCO | counts(1, 1), 1, 1)
+    train(tmp_path / "one", settings)
+    expected = select_weights(stored(tmp_path / "one", 4))
+    assert_close(select_weights(weights), expected, EXACT_RULE)
 
 
 def _count_sums(
@@ -260,12 +269,10 @@ def test_group_that_starts_behind_a_resumed_one_loads_its_state(tmp_path: Path) 
         arguments = coordinator.address, settings, tmp_path
         assert run_ranks(_resume_behind, 2, *arguments, timeout=60) == ["done"] * 2
     assert "loaded the state of step 4" in (tmp_path / "g1" / "log.txt").read_text()
+    expected = {row["step"]: row["loss"] for row in rows_of(tmp_path / "one" / "metrics.jsonl")}
     for number in range(2):
         for row in rows_of(tmp_path / f"g{number}" / "metrics.jsonl"):
-            (want,) = [
-                r for r in rows(tmp_path / "one") if r["step"] == row["step"] and "loss" in r
-            ]
-            assert row["loss"] == pytest.approx(want["loss"], rel=1e-9)
+            assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-9)
 
 
 def test_group_that_waits_for_others_is_not_hung(tmp_path: Path) -> None:
