@@ -146,8 +146,8 @@ class PeerListener:
                     f"epoch {member.epoch}: group {source} did not connect to rank {member.rank} "
                     f"of group {member.group}"
                 )
-            self.sock.settimeout(left)
             try:
+                self.sock.settimeout(left)
                 connection, _ = self.sock.accept()
             except (TimeoutError, ConnectionAbortedError):
                 continue  # a connection that ended before it was accepted

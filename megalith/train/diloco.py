@@ -19,9 +19,9 @@ from megalith.data.loader import Loader, StepBatches
 from megalith.optim.diloco import decode, encode, encoded_nbytes
 from megalith.parallel.group_exchange import RingExchange
 from megalith.plan.diloco import SyncSchedule
-from megalith.train.replica_groups import GroupState, ReplicaGroups
+from megalith.train.replica_groups import ReplicaGroups
 from megalith.train.step import Trainer
-from megalith.train.synchronizer import BuildLoader, StepSums
+from megalith.train.synchronizer import BuildLoader, GroupState, StepSums
 from megalith.train.trainer import all_gather_loaded_params
 
 ROUNDS = "diloco_rounds"

@@ -77,13 +77,9 @@ from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.diloco import DilocoSync
 from megalith.train.moe import list_routing_sums
+from megalith.train.replica_group_ranks import Coordinator, FinishedRunError
 from megalith.train.replica_group_settings import FinishedRunCheck, connect_coordinator
-from megalith.train.replica_groups import (
-    Coordinator,
-    FinishedRunError,
-    ReplicaGroups,
-    ReplicaGroupSync,
-)
+from megalith.train.replica_groups import ReplicaGroups, ReplicaGroupSync
 from megalith.train.resume import CALLBACKS, PreparedRun
 from megalith.train.rollback import roll_back
 from megalith.train.run_folder import (
@@ -478,33 +474,28 @@ class TrainLoop:
             if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
                 requests = self._skip_step()
                 if requests is None:
-                    self._enter_epoch()
                     continue
                 self._synchronize()
                 self.callbacks.notify("after_skipped_step", state.step, requests)
-                if self._execute(requests):
-                    outcome = Outcome("stopped", state.step, self._stop_reason())
-                    break
-                if self.synchronizer.changes_epoch and state.step < num_steps:
-                    self._enter_epoch()
-                continue
-            finished = self._run_step()
-            self._notify_save(self.checkpointer.advance(finished.result.save_counts))
-            if (suspect := self._find_suspect()) is not None:
-                return self._exit_for_other_machines(suspect)
-            if StepRequest.STOP_NOW in finished.result.requests:
-                self._drain_save()
-                saved = self.checkpointer.saved_step == state.step
-                return Outcome("stopped", state.step, self._stop_reason(), saved=saved)
-            if StepRequest.ROLLBACK in finished.result.requests:
-                self._roll_back()
-                continue
-            self._synchronize()
-            self._phase = f"in callbacks after step {state.step}"
-            metrics = self.callbacks.after_step(finished)
-            if self.view.is_logged(finished.step):
-                self._log(metrics)
-            if self._execute(finished.result.requests):
+            else:
+                finished = self._run_step()
+                requests = finished.result.requests
+                self._notify_save(self.checkpointer.advance(finished.result.save_counts))
+                if (suspect := self._find_suspect()) is not None:
+                    return self._exit_for_other_machines(suspect)
+                if StepRequest.STOP_NOW in requests:
+                    self._drain_save()
+                    saved = self.checkpointer.saved_step == state.step
+                    return Outcome("stopped", state.step, self._stop_reason(), saved=saved)
+                if StepRequest.ROLLBACK in requests:
+                    self._roll_back()
+                    continue
+                self._synchronize()
+                self._phase = f"in callbacks after step {state.step}"
+                metrics = self.callbacks.after_step(finished)
+                if self.view.is_logged(finished.step):
+                    self._log(metrics)
+            if self._execute(requests):
                 outcome = Outcome("stopped", state.step, self._stop_reason())
                 break
             if self.synchronizer.changes_epoch and state.step < num_steps:
@@ -636,6 +627,7 @@ class TrainLoop:
         shared = self.synchronizer.skip_step(count_shared_requests(requests))
         if shared is None:
             state.restore(before)
+            self._enter_epoch()
             return None
         if self.prepared.is_writer:
             record_skipped_samples(

@@ -9,17 +9,16 @@ and sum again. The set of participants is constant for an epoch, which the coord
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.state_transfer import (
     ReceivedState,
     StateServer,
@@ -27,10 +26,9 @@ from megalith.checkpoint.state_transfer import (
 )
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, StepBatches
-from megalith.errors import CheckpointError, DataError, RankError, UserError
-from megalith.launch.coordinator_client import CoordinatorInterrupted
-from megalith.launch.heartbeat import RankHeartbeat, record_waits
-from megalith.parallel.group import all_reduce_, gather_objects
+from megalith.errors import CheckpointError, DataError, UserError
+from megalith.launch.heartbeat import RankHeartbeat
+from megalith.parallel.group import gather_objects
 from megalith.parallel.group_exchange import (
     GroupExchangeError,
     PeerListener,
@@ -40,88 +38,25 @@ from megalith.parallel.group_exchange import (
 )
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_schedule import largest_batch_size
-from megalith.plan.quorum import Decision, Epoch
-from megalith.plan.replica_groups import SINGLE_GROUP, GroupShare, list_missing_samples
+from megalith.plan.quorum import Epoch
+from megalith.plan.replica_groups import (
+    SINGLE_GROUP,
+    GroupShare,
+    GroupSlot,
+    hash_to_number,
+    list_missing_samples,
+    read_slots,
+)
+from megalith.train.replica_group_ranks import Coordinator, GroupRanks
 from megalith.train.replica_group_settings import find_own_host, list_compared_settings
-from megalith.train.synchronizer import BuildLoader, StepSums
+from megalith.train.synchronizer import BuildLoader, GroupState, StepSums
 
 _log = logging.getLogger(__name__)
-
-POLL_SECONDS = 1.0
-"""Time after which the ranks of a group that wait for rank 0 begin a new collective, so that the
-watchdog detects no hang while rank 0 waits for the coordinator (heuristic)."""
 
 NUM_SHARED_REQUESTS = 2
 """Kinds of requests that are sent to all groups (`train/step.py`)."""
 
 T = TypeVar("T")
-
-
-class Coordinator(Protocol):
-    """Connection of rank 0 to the coordinator."""
-
-    def join(
-        self,
-        *,
-        group: str,
-        addresses: Sequence[str],
-        committed_step: int,
-        settings: Mapping[str, str],
-        state_addresses: Sequence[str],
-    ) -> Epoch:
-        """Wait for an epoch."""
-
-    def vote(self, *, epoch: int, step: int, ok: bool, last: bool, has_state: bool) -> Decision:
-        """Vote about a step, and wait for the decision; `last`: this group ends after the step;
-        `has_state`: this group has the state of the step before."""
-
-    def leave(self) -> None:
-        """Leave the run, and close the connection."""
-
-    def close(self) -> None:
-        """Close the connection without a message: this group counts as lost."""
-
-
-class GroupState(Protocol):
-    """State of this group between two steps, which other groups may load."""
-
-    @property
-    def step(self) -> int:
-        """Number of finished steps."""
-
-    @property
-    def batch_size(self) -> int:
-        """Global batch size of the next step."""
-
-    @property
-    def num_counts(self) -> int:
-        """Number of label counts of a global batch (`Loader.num_counts`)."""
-
-    @property
-    def fingerprints(self) -> Mapping[str, str]:
-        """Fingerprints of what must be equal in all groups that have the same step, by name."""
-
-    def entries(self) -> Sequence[CheckpointEntry]:
-        """Return this rank's tensors."""
-
-    def export(self) -> dict[str, Any]:  # Any: JSON
-        """Return the state besides tensors, equal on all ranks."""
-
-    def adopt(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Continue from the state of another group, whose tensors are in those of `entries`.
-        Collective over the group's mesh."""
-
-    def list_routing_sums(self) -> list[Tensor]:
-        """Return the routing statistics of this rank's last step, which are summed in place with
-        its gradients."""
-
-    def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Return gradients and routing statistics, losses and largest logit of a step without
-        samples."""
-
-    def replay(self, gradients: Sequence[Tensor], *, scale: float, updated: bool) -> None:
-        """Repeat the update of a step that other groups have computed, from its summed gradients,
-        which have this loss scale, and routing statistics. Collective over the group's mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +121,13 @@ class ReplicaGroups:
         """`coordinator`: set on rank 0. `heartbeat`: records that this rank waits for others."""
         config = run.replica_group
         assert config is not None, "replica_group is set"
-        self.run, self.config, self.mesh, self._coordinator = run, config, mesh, coordinator
+        self.run, self.config, self.mesh = run, config, mesh
         self._print_line = print_line
-        self._waits = ExitStack()
-        self._is_waiting = False
-        """Whether this rank waits for other groups or the coordinator."""
-        self._waits.enter_context(
-            record_waits(heartbeat or RankHeartbeat(), lambda: self._is_waiting)
-        )
+        self._ranks = GroupRanks(mesh.world, coordinator, heartbeat or RankHeartbeat())
         self._settings = list_compared_settings(run, mesh.world.size)
         host = find_own_host(config)
         self._listener = PeerListener.open(host)
         self._server = StateServer(host, self._digest.hex(), torch.device("cpu"))
-        self._threads = ThreadPoolExecutor(1) if mesh.world.size > 1 else None
         self._loading = ThreadPoolExecutor(1)
         self._catch_up: _CatchUp | None = None
         """Set while this group loads the state of another one."""
@@ -295,7 +224,7 @@ class ReplicaGroups:
         pairs = cast(list[tuple[str, str]], gathered)
         if not self._is_complete:
             step = 0
-        return self._ask_coordinator(
+        return self._ranks.ask_coordinator(
             lambda coordinator: coordinator.join(
                 group=self.config.id,
                 addresses=[address for address, _ in pairs],
@@ -344,7 +273,7 @@ class ReplicaGroups:
         Raises:
             CheckpointError: this group needs it, and no group can serve its state.
         """
-        slots = _read_slots(holdings, epoch)
+        slots = read_slots(holdings, epoch.participants)
         serving = [name for name in self._active if slots[name].offers_state]
         needs_source = [name for name in epoch.participants if slots[name].needs_source]
         if serving:
@@ -371,15 +300,15 @@ class ReplicaGroups:
             )
 
     def _exchange_holdings(self, exchange: RingExchange, state: GroupState) -> list[float]:
-        """Return what the groups have, summed: a `_GroupSlot` per group, the counts of the next
+        """Return what the groups have, summed: a `GroupSlot` per group, the counts of the next
         step (number of groups, then values), and its samples (per sample)."""
         has_state = self._has_state(state)
-        slot = _GroupSlot(
+        slot = GroupSlot(
             has_state=float(has_state),
             needs_source=float(not has_state and self._catch_up is None),
             offers_state=float(has_state and self._offers_state),
-            data=_digest_number(state.fingerprints["data"]) if has_state else 0.0,
-            tokenizer=_digest_number(state.fingerprints["tokenizer"]) if has_state else 0.0,
+            data=hash_to_number(state.fingerprints["data"]) if has_state else 0.0,
+            tokenizer=hash_to_number(state.fingerprints["tokenizer"]) if has_state else 0.0,
         )
         empty = [0.0] * len(slot)
         slots = [
@@ -401,7 +330,7 @@ class ReplicaGroups:
 
     def _set_shares(self, holdings: Sequence[float], epoch: Epoch, state: GroupState) -> None:
         """Set the groups that compute the next step, and their samples."""
-        groups, slots = len(epoch.participants), _read_slots(holdings, epoch)
+        groups, slots = len(epoch.participants), read_slots(holdings, epoch.participants)
         active = [name for name in epoch.participants if slots[name].has_state]
         if not active:
             raise CheckpointError(
@@ -413,7 +342,7 @@ class ReplicaGroups:
             self._check_same_data(slots)
         if len(active) == groups:
             self._server.release()  # no group loads it any more
-        num_known, *rest = holdings[len(_GroupSlot._fields) * groups :]
+        num_known, *rest = holdings[len(GroupSlot._fields) * groups :]
         counts = rest[: state.num_counts]
         self._counts = [value / num_known for value in counts] if num_known else None
         if self.is_diloco:  # a group that loads a state trains from here on, too
@@ -423,14 +352,14 @@ class ReplicaGroups:
             kept = rest[state.num_counts :][: state.batch_size]
             self.samples = list_missing_samples(kept) if any(kept) else None
 
-    def _check_same_data(self, slots: Mapping[str, "_GroupSlot"]) -> None:
+    def _check_same_data(self, slots: Mapping[str, GroupSlot]) -> None:
         """Check that this group has the data of the first active group.
 
         Raises:
             DataError: it has not.
         """
         first, own = slots[self._active[0]], slots[self.config.id]
-        for name, one, two in zip(_GroupSlot._fields, first, own):
+        for name, one, two in zip(GroupSlot._fields, first, own):
             if name in ("data", "tokenizer") and one != two:
                 raise DataError(
                     f"replica_group.id={self.config.id}: the {name} of this group is not that of "
@@ -458,7 +387,7 @@ class ReplicaGroups:
     def _abandon_catch_up(self) -> None:
         """Wait until the thread writes no tensors any more."""
         if self._catch_up is not None:
-            with self._waiting():
+            with self._ranks.waiting():
                 wait([self._catch_up.future])
             self._catch_up = None
 
@@ -471,8 +400,8 @@ class ReplicaGroups:
         if self._counts is None and not self._exchange_counts([0.0] * state.num_counts):
             return False
         while True:
-            if not progress.is_loaded and self._all_ranks(progress.future.done()):
-                if not self._all_ranks(progress.future.exception() is None):
+            if not progress.is_loaded and self._ranks.all_agree(progress.future.done()):
+                if not self._ranks.all_agree(progress.future.exception() is None):
                     _log.warning("state transfer failed: %s", progress.future.exception())
                     self._close_exchange()
                     self._catch_up = None
@@ -566,10 +495,6 @@ class ReplicaGroups:
         self._set_shares(holdings, epoch, state)
         return True
 
-    def _all_ranks(self, value: bool) -> bool:
-        """Return whether a value is true on all ranks of the group."""
-        return not all_reduce_(torch.tensor([float(not value)]), self.mesh.world).item()
-
     def build_loader(self, build: BuildLoader) -> bool:
         """Build the loader of the steps of this epoch; return False if another epoch must be
         entered first."""
@@ -632,7 +557,7 @@ class ReplicaGroups:
         self._attempt.losses, self._attempt.max_logit = losses, max_logit
         counts = self.loader.peek_counts()
         try:
-            with self._waiting():
+            with self._ranks.waiting():
                 self._sums = self._sum_over_groups(
                     gradients, losses, requests, max_logit, counts, scale
                 )
@@ -729,10 +654,10 @@ class ReplicaGroups:
     def _load_state(self, progress: _CatchUp, state: GroupState) -> bool:
         """Wait for the state of another group, and continue from it; return False if it was
         lost."""
-        with self._waiting():
+        with self._ranks.waiting():
             wait([progress.future])
         self._catch_up = None
-        if not self._all_ranks(progress.future.exception() is None):
+        if not self._ranks.all_agree(progress.future.exception() is None):
             _log.warning("state transfer failed: %s", progress.future.exception())
             self._close_exchange()
             return False
@@ -792,7 +717,7 @@ class ReplicaGroups:
     def _vote(self, step: int, *, ok: bool, last: bool = False) -> bool:
         epoch, has_state = self._epoch, self._is_complete and self._catch_up is None
         assert epoch is not None, "an epoch has begun"
-        decision = self._ask_coordinator(
+        decision = self._ranks.ask_coordinator(
             lambda coordinator: coordinator.vote(
                 epoch=epoch.number, step=step, ok=ok, last=last, has_state=has_state
             )
@@ -806,9 +731,9 @@ class ReplicaGroups:
 
     def leave(self) -> None:
         """End the participation of this group, whose run has ended."""
-        if self._coordinator is not None:
+        if self._ranks.coordinator is not None:
             with suppress(UserError, OSError):
-                self._coordinator.leave()
+                self._ranks.coordinator.leave()
         self.close()
 
     def close(self) -> None:
@@ -817,66 +742,16 @@ class ReplicaGroups:
         self._listener.close()
         self._server.close()
         self._loading.shutdown(wait=False, cancel_futures=True)
-        if self._coordinator is not None:
-            self._coordinator.close()
-        for threads in (self._threads, self._exchange_thread):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
-        self._waits.close()
+        self._ranks.close()
+        if self._exchange_thread is not None:
+            self._exchange_thread.shutdown(wait=False, cancel_futures=True)
 
     # --- within the group
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Record that this rank waits for other groups or the coordinator inside the context: its
-        heartbeat then shows no hang."""
-        before, self._is_waiting = self._is_waiting, True
-        try:
-            yield
-        finally:
-            self._is_waiting = before
-
-    def _ask_coordinator(self, request: Callable[[Coordinator], T]) -> T:
-        """Return rank 0's result of a request on all ranks."""
-        with self._waiting():
-            return self._wait_for_coordinator(request)
-
-    def _wait_for_coordinator(self, request: Callable[[Coordinator], T]) -> T:
-        coordinator, world = self._coordinator, self.mesh.world
-        if self._threads is None:
-            assert coordinator is not None, "rank 0 is connected to the coordinator"
-            try:
-                return request(coordinator)
-            except CoordinatorInterrupted as error:
-                raise FinishedRunError from error
-        future: Future[T] | None = None
-        if coordinator is not None:
-            future = self._threads.submit(request, coordinator)
-        outcome: tuple[T | None, Exception | None] = None, None
-        while True:
-            is_done = torch.zeros(1)
-            if future is not None and wait([future], POLL_SECONDS).done:
-                outcome = _read_outcome(future)
-                is_done.fill_(1)
-            if all_reduce_(is_done, world).item():
-                break
-        # tuple[T | None, Exception | None]: the outcome on rank 0
-        value, failure = cast(tuple[Any, Exception | None], gather_objects(outcome, world)[0])
-        if failure is not None:
-            raise failure
-        return cast(T, value)
-
     def _succeeds_on_all_ranks(self, work: Callable[[], None]) -> bool:
-        """Run `work` on every rank of the group; return whether no group was lost on any."""
-        failed = torch.zeros(1)
-        try:
-            with self._waiting():
-                work()
-        except GroupExchangeError as error:
-            _log.warning("%s", error)
-            failed.fill_(1)
-            self._close_exchange()  # the peers fail at once
-        return not all_reduce_(failed, self.mesh.world).item()
+        """Run `work` on every rank of the group; return whether no group was lost on any. Where one
+        was, the exchange is closed, so that the peers fail at once."""
+        return self._ranks.succeeds(work, self._close_exchange)
 
     def _close_exchange(self) -> None:
         if self._exchange is not None:
@@ -892,49 +767,10 @@ class ReplicaGroups:
         return largest_batch_size(self.run.train)
 
 
-def _read_outcome(future: "Future[Any]") -> tuple[Any, Exception | None]:  # Any: the result
-    """Return the result of a finished request to the coordinator, or the error that all ranks
-    raise."""
-    error = future.exception()
-    if error is None:
-        return future.result(), None
-    if isinstance(error, CoordinatorInterrupted):
-        return None, FinishedRunError()
-    if isinstance(error, UserError):
-        return None, error
-    return None, RankError(f"rank 0: {type(error).__name__}: {error}")
-
-
 def _read_last_update(sums: Sequence[float]) -> bool | None:
     """Return whether the last step has changed the weights, from the sums over groups of
     `_describe_last_update`; None: unknown in all groups."""
     return sums[0] > 0 if sums[1] > 0 else None
-
-
-class _GroupSlot(NamedTuple):
-    """What a group has at the start of an epoch."""
-
-    has_state: float
-    """1 if it has the newest state, else 0; the others as well."""
-    needs_source: float
-    offers_state: float
-    data: float
-    """Digest of the data; 0 without the newest state."""
-    tokenizer: float
-
-
-def _read_slots(holdings: Sequence[float], epoch: Epoch) -> dict[str, _GroupSlot]:
-    """Return the slot of each group."""
-    size = len(_GroupSlot._fields)
-    return {
-        name: _GroupSlot(*holdings[number * size : (number + 1) * size])
-        for number, name in enumerate(epoch.participants)
-    }
-
-
-def _digest_number(text: str) -> float:
-    """Return a digest of 52 bits, which a float64 holds exactly."""
-    return float(int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
 
 
 def _split_values(values: list[float], *sizes: int) -> tuple[list[float], ...]:
@@ -1026,7 +862,3 @@ class ReplicaGroupSync:
     def after_step(self) -> bool:
         """Return False: the next step begins with the same samples."""
         return False
-
-
-class FinishedRunError(Exception):
-    """The other groups have finished the run while this one waited for them."""

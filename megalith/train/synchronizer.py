@@ -1,18 +1,61 @@
 """Synchronization of the steps of a job with the other replica groups of its run: none, sums of
 gradients (train/replica_groups.py), or rounds of DiLoCo (train/diloco.py)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.data.loader import Loader, StepBatches
 from megalith.plan.replica_groups import SINGLE_GROUP, GroupShare
 
 BuildLoader = Callable[[GroupShare, Sequence[int] | None], Loader]
 """Builds the loader of the remaining steps from the share of this group in each global batch, and
 the samples of the first step (None: all)."""
+
+
+class GroupState(Protocol):
+    """State of this group between two steps, which other groups may load."""
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size of the next step."""
+
+    @property
+    def num_counts(self) -> int:
+        """Number of label counts of a global batch (`Loader.num_counts`)."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of what must be equal in all groups that have the same step, by name."""
+
+    def entries(self) -> Sequence[CheckpointEntry]:
+        """Return this rank's tensors."""
+
+    def export(self) -> dict[str, Any]:  # Any: JSON
+        """Return the state besides tensors, equal on all ranks."""
+
+    def adopt(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Continue from the state of another group, whose tensors are in those of `entries`.
+        Collective over the group's mesh."""
+
+    def list_routing_sums(self) -> list[Tensor]:
+        """Return the routing statistics of this rank's last step, which are summed in place with
+        its gradients."""
+
+    def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Return gradients and routing statistics, losses and largest logit of a step without
+        samples."""
+
+    def replay(self, gradients: Sequence[Tensor], *, scale: float, updated: bool) -> None:
+        """Repeat the update of a step that other groups have computed, from its summed gradients,
+        which have this loss scale, and routing statistics. Collective over the group's mesh."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,18 @@ from megalith.launch.coordinator import CoordinatorServer, GroupConnection
 from megalith.launch.coordinator_protocol import Message
 from megalith.launch.heartbeat import HeartbeatReader, RankHeartbeat, map_heartbeat
 from megalith.parallel.group_exchange import RingExchange
-from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.plan.quorum import Epoch
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import CURVE64, assert_close
+from megalith.train import replica_group_settings
 from megalith.train.callbacks.base import Callback, FinishedStep, StepMetrics
 from megalith.train.loop import run_training
+from megalith.train.replica_group_ranks import FinishedRunError
 from megalith.train.replica_group_settings import connect_coordinator
-from megalith.train.replica_groups import FinishedRunError, ReplicaGroups
+from megalith.train.replica_groups import ReplicaGroups
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepRequest
 from tests.train.replica_group_jobs import (
@@ -273,6 +277,44 @@ def test_group_that_starts_behind_a_resumed_one_loads_its_state(tmp_path: Path) 
     for number in range(2):
         for row in rows_of(tmp_path / f"g{number}" / "metrics.jsonl"):
             assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-9)
+
+
+class _FailingCoordinator:
+    """Coordinator whose requests raise an error that is not one of users."""
+
+    def join(self, **_: object) -> Epoch:
+        raise OSError("the store does not answer")
+
+    def close(self) -> None:
+        pass
+
+
+def _join_and_fail(rank: int, world: int, path: Path) -> str:
+    run = group_run("127.0.0.1:9", "g0", FP64 | counts(1, 1) | {"parallel.dp": "2"}, path)
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank, timeout_seconds=60)
+    coordinator: Any = None if rank else _FailingCoordinator()  # Any: it lacks methods
+    groups = ReplicaGroups(run, mesh, coordinator, lambda line: None)
+    try:
+        groups.enter(SimpleNamespace(step=0))  # type: ignore[arg-type] - joins before more is read
+    except RankError as error:
+        return str(error)
+    finally:
+        groups.close()
+    return ""
+
+
+def test_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    texts = run_ranks(_join_and_fail, 2, tmp_path, timeout=60)
+    assert texts == ["rank 0: OSError: the store does not answer"] * 2
+
+
+def test_error_of_the_store_does_not_end_a_waiting_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError("no answer")
+
+    monkeypatch.setattr(replica_group_settings, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(replica_group_settings, "list_complete_checkpoints", fail)
+    assert not replica_group_settings.FinishedRunCheck(Path("runs/a/checkpoints"), 8)()
 
 
 def test_group_that_waits_for_others_is_not_hung(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ def test_thirty_kills_and_joins_equal_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stopped_group_is_removed_and_joins_again_when_it_continues(tmp_path: Path) -> None:
-    steps, timeout = 120, 2.0
+    steps, timeout = 80, 2.0
     settings = FP64 | {
         "train.steps": str(steps),
         "train.eval_steps": "0",
