@@ -37,21 +37,24 @@ def iter_trained_routers(model: nn.Module) -> Iterator[tuple[Router, RoutingStat
 
 
 def list_routing_sums(model: nn.Module, device: torch.device) -> list[Tensor]:
-    """Return the statistics of the last step on this rank, summed over its microbatches: per router
-    token counts, dropped choices and quantile offsets. In place of records that do not exist yet:
-    zeros.
+    """Return the statistics of the last step on this rank: per router token counts, dropped choices
+    and quantile offsets, summed over its microbatches, and the means of the aux losses. In place of
+    records that do not exist yet: zeros.
 
-    The tensors are the first microbatch of the records, and the others are set to zero, so that
-    what is added to them counts as part of the step: replica groups sum them.
+    They become the record of one microbatch, so that what replica groups add to them counts as part
+    of the step.
     """
     sums = []
     for router in iter_routers(model):
         record = router.balance.record or router.balance.reset_record(1, device)
-        for values in (record.counts, record.num_dropped, record.offsets):
-            total = values.sum(0)
-            values.zero_()
-            values[0] = total
-            sums.append(values[:1])
+        router.balance.record = merged = RoutingStats(
+            record.counts.sum(0, keepdim=True),
+            record.chosen.sum(0, keepdim=True),
+            record.num_dropped.sum(0, keepdim=True),
+            record.losses.mean(0, keepdim=True),
+            record.offsets.sum(0, keepdim=True),
+        )
+        sums += [merged.counts, merged.num_dropped, merged.losses, merged.offsets]
     return sums
 
 

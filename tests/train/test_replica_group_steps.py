@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from megalith.checkpoint.state_transfer import StateServer
 from megalith.config.tree import Override
-from megalith.errors import RankError
+from megalith.errors import CallbackError, RankError
 from megalith.launch.coordinator import CoordinatorServer, GroupConnection
 from megalith.launch.coordinator_protocol import Message
 from megalith.launch.heartbeat import HeartbeatReader, RankHeartbeat, map_heartbeat
@@ -24,6 +25,7 @@ from megalith.plan.grid import model_grid
 from megalith.plan.quorum import Epoch
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, assert_close
 from megalith.train import replica_group_settings
 from megalith.train.callbacks.base import Callback, FinishedStep, StepMetrics
@@ -31,8 +33,10 @@ from megalith.train.loop import run_training
 from megalith.train.replica_group_ranks import FinishedRunError
 from megalith.train.replica_group_settings import connect_coordinator
 from megalith.train.replica_groups import ReplicaGroups
+from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import StepRequest
+from megalith.train.step import StepHooks, StepRequest, StepStats, train_step
+from megalith.train.synchronizer import SingleJob
 from tests.train.replica_group_jobs import (
     Kill,
     LostGroupError,
@@ -52,6 +56,7 @@ EXPERTS: dict[str, Override] = {
     "model.moe.top_k": "2",
     "model.moe.ffn_hidden_size": "8",
     "model.moe.router.score": "sigmoid",
+    "model.moe.aux_loss.batch_coeff": "0.01",
 }
 EXPERT_BIAS = EXPERTS | {
     "model.moe.router.expert_bias": "true",
@@ -68,8 +73,8 @@ PACKING: dict[str, Override] = {
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(EXPERT_BIAS, id="expert bias"),
-        pytest.param(PACKING, id="packing and a skipped step"),
+        pytest.param(EXPERT_BIAS | PACKING, id="expert bias, packing and a skipped step"),
+        pytest.param(EXPERT_BIAS, id="expert bias", marks=pytest.mark.slow),
         pytest.param(QUANTILE, id="quantile", marks=pytest.mark.slow),
         pytest.param(EXPERT_BIAS | {"parallel.ep": "2"}, id="ep", marks=pytest.mark.slow),
     ],
@@ -98,7 +103,8 @@ def assert_equal_runs_but(path: Path, reference: Path, skipped: int | None) -> N
     for file in sorted(path.glob("g*/metrics*.jsonl")):
         for row in rows_of(file):
             seen.add(row["step"])
-            for name in ("loss", "grad_norm", "lr", *(key for key in row if "moe_max" in key)):
+            moe = [name for name in row if name.startswith("moe_")]
+            for name in ("loss", "grad_norm", "lr", *moe):
                 want = expected[row["step"]][name]
                 assert row[name] == pytest.approx(want, rel=1e-9), (file, row["step"], name)
             assert row["tokens"] == expected[row["step"]]["tokens"]
@@ -148,6 +154,34 @@ def test_step_has_one_sum_and_one_vote_per_group(
     assert num_sums == [steps + first_epoch] * 2
     requests = {kind: kinds.count(kind) for kind in kinds if kind != "heartbeat"}
     assert requests == {"join": 2, "vote": 2 * steps, "leave": 2}
+
+
+class _StepOfGroups(SingleJob):
+    """Synchronizer that allows what replica groups allow."""
+
+    allows_reruns = allows_rollbacks = False
+
+
+class _Requests(StepHooks):
+    """Requests something before each update."""
+
+    def __init__(self, requests: StepRequest) -> None:
+        self.requests = requests
+
+    def before_update(self, stats: StepStats) -> StepRequest:
+        return self.requests
+
+
+def test_step_of_groups_is_neither_rerun_nor_rolled_back(tmp_path: Path) -> None:
+    run = PreparedRun(
+        tiny_run(), RunFolder(tmp_path), build_single_rank_mesh(), CPU, lambda line: None
+    )
+    loader = run.build_loader()
+    step = partial(train_step, run.trainer, lr=1e-2, weight_decay=0.0, synchronizer=_StepOfGroups())
+    result = step(loader.next(), hooks=_Requests(StepRequest.RERUN))
+    assert result.updated and result.num_reruns == 0
+    with pytest.raises(CallbackError, match="requested a rollback, which is not possible with rep"):
+        step(loader.next(), hooks=_Requests(StepRequest.ROLLBACK))
 
 
 class StopAt(Callback):
