@@ -195,10 +195,10 @@ class StopAt(Callback):
 
 
 def _train_with_failed_vote(
-    rank: int, world: int, address: str, settings: dict[str, Override], path: Path
+    rank: int, world: int, address: str, settings: dict[str, Override], path: Path, stops: int
 ) -> str:
-    """Train as one of two groups of one rank; group g1 votes once against step 3, and stops after
-    step 5."""
+    """Train as one of two groups of one rank; group g1 votes once against step 3, and group `stops`
+    stops after step 5."""
     run = group_run(address, f"g{rank}", settings, path)
     commit, has_failed = ReplicaGroups.commit, [rank == 0]
 
@@ -206,22 +206,23 @@ def _train_with_failed_vote(
         fails, has_failed[0] = not has_failed[0] and step == 3, has_failed[0] or step == 3
         return commit(self, step, ok=ok and not fails, last=last)
 
-    callbacks = [StopAt(5)] if rank == 1 else []
+    callbacks = [StopAt(5)] if rank == stops else []
     with patched(ReplicaGroups, "commit", fail_once):
         mesh, folder = build_single_rank_mesh(), RunFolder(path / f"g{rank}")
         return run_training(run, folder, mesh, CPU, show=False, callbacks=callbacks).kind
 
 
+@pytest.mark.parametrize("stops", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_group_that_stops_discards_no_step_and_failed_vote_computes_no_sample_again(
-    tmp_path: Path,
+    tmp_path: Path, stops: int
 ) -> None:
     train(tmp_path / "one", FP64)
-    settings = FP64 | counts(1, 2)
+    settings = FP64 | counts(1, 2) | {"checkpoint.every": "1"}  # group 0 saves, until it stops
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
-        arguments = coordinator.address, settings, tmp_path
+        arguments = coordinator.address, settings, tmp_path, stops
         kinds = run_ranks(_train_with_failed_vote, 2, *arguments, timeout=60)
         assert coordinator.status["num_discarded"] == 1, "only the step of the failed vote"
-    assert kinds == ["done", "stopped"]
+    assert kinds[stops] == "stopped" and kinds[1 - stops] == "done"
     assert_equal_runs(tmp_path, tmp_path / "one", 8, 2)
 
 
