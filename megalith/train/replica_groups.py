@@ -403,9 +403,8 @@ class ReplicaGroups:
             if not progress.is_loaded and self._ranks.all_agree(progress.future.done()):
                 if not self._ranks.all_agree(progress.future.exception() is None):
                     _log.warning("state transfer failed: %s", progress.future.exception())
-                    self._close_exchange()
                     self._catch_up = None
-                    return False
+                    return self._leave_epoch(state)
                 state.adopt(progress.future.result().state)
                 progress.is_loaded = True
                 self._print_line(
@@ -421,9 +420,10 @@ class ReplicaGroups:
             gradients, sums = summed
             if progress.missed_steps and sums.last_updated is None:
                 self._print_line(f"step {self._step}: the state is loaded again")
-                self._close_exchange()
+                if self._vote(self._step + 1, ok=True, last=True):
+                    self._note_commit(sums)
                 self._abandon_catch_up()
-                return False
+                return True
             if not self._vote(self._step + 1, ok=True):
                 return True
             self._note_commit(sums)
@@ -434,6 +434,16 @@ class ReplicaGroups:
                 return True
             if self._joins:
                 return self._admit(state)
+
+    def _leave_epoch(self, state: GroupState) -> bool:
+        """Take part in one more step without samples, and end the epoch after it, so that the other
+        groups discard no step when this one joins again. Return False if a group was lost."""
+        summed = self._sum_without_samples(state)
+        if summed is None:
+            return False
+        if self._vote(self._step + 1, ok=True, last=True):
+            self._note_commit(summed[1])
+        return True
 
     def _sum_without_samples(
         self,
