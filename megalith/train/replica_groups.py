@@ -9,6 +9,7 @@ and sum again. The set of participants is constant for an epoch, which the coord
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -101,6 +102,8 @@ class _CatchUp:
 
     future: Future[ReceivedState]
     source: str
+    cancelled: threading.Event
+    """Ends the transfer when it is set."""
     missed_steps: list[_MissedStep] = field(default_factory=list)
     is_loaded: bool = False
 
@@ -372,7 +375,7 @@ class ReplicaGroups:
     def _begin_catch_up(self, epoch: Epoch, source: str, state: GroupState) -> None:
         """Begin to load the state of another group, from a thread."""
         self._is_complete = False
-        entries = state.entries()
+        entries, cancelled = state.entries(), threading.Event()
         future = self._loading.submit(
             fetch_state,
             epoch.state_addresses[source],
@@ -381,12 +384,14 @@ class ReplicaGroups:
             step=epoch.step,
             timeout_seconds=self.config.timeout_seconds,
             rank=self.mesh.world.rank,
+            is_cancelled=cancelled.is_set,
         )
-        self._catch_up = _CatchUp(future, source)
+        self._catch_up = _CatchUp(future, source, cancelled)
 
     def _abandon_catch_up(self) -> None:
         """Wait until the thread writes no tensors any more."""
         if self._catch_up is not None:
+            self._catch_up.cancelled.set()
             with self._ranks.waiting():
                 wait([self._catch_up.future])
             self._catch_up = None

@@ -45,6 +45,8 @@ class CommitTimes:
         self._thread = threading.Thread(target=self._run)
         self.times: list[float] = []
         """Time of each commit that was seen, in seconds of the monotonic clock."""
+        self.num_discarded = 0
+        """Steps that were discarded before the last commit."""
 
     def _run(self) -> None:
         committed = None
@@ -52,6 +54,7 @@ class CommitTimes:
             if self._coordinator.committed_step != committed:
                 committed = self._coordinator.committed_step
                 self.times.append(time.monotonic())
+                self.num_discarded = self._coordinator.status["num_discarded"]
 
     @property
     def step_seconds(self) -> float:

@@ -300,9 +300,8 @@ def run_with_kills(
                 processes.restart_killed(kills, coordinator.committed_step)
         finally:
             processes.kill_all()
-        num_discarded = coordinator.status["num_discarded"]
     recoveries = times.measure_recoveries(processes.kill_times)
-    return KilledRun(len(recoveries), num_discarded, times.step_seconds, recoveries)
+    return KilledRun(len(recoveries), times.num_discarded, times.step_seconds, recoveries)
 
 
 @pytest.mark.slow
