@@ -33,7 +33,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.callbacks.base import CallbackList
 from megalith.train.loop import RunState
 from megalith.train.replica_group_settings import connect_coordinator
-from megalith.train.replica_groups import ReplicaGroups
+from megalith.train.replica_groups import ReplicaGroups, ReplicaGroupSync
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
@@ -81,17 +81,22 @@ def measure(
     state = RunState(grouped, CallbackList([]), build_batch_schedule(run.train))
     coordinator = connect_coordinator(run.replica_group)
     groups = ReplicaGroups(run, single, coordinator, lambda line: None)
-    groups.enter(state)
-    assert groups.build_loader(grouped.build_loader), "the other group was lost"
+    synchronizer = ReplicaGroupSync(groups, state)
+    synchronizer.enter()
+    group_loader = synchronizer.build_loader(grouped.build_loader)
     loader = plain.build_loader()
 
     def step_plain() -> None:
         train_step(plain.trainer, loader.next(), lr=1e-3, weight_decay=0.0)
 
     def step_grouped() -> None:
-        batches, step = groups.read_batches(state), state.step + 1
         train_step(
-            grouped.trainer, batches, lr=1e-3, weight_decay=0.0, replica_groups=groups, step=step
+            grouped.trainer,
+            synchronizer.read_batches(group_loader),
+            lr=1e-3,
+            weight_decay=0.0,
+            synchronizer=synchronizer,
+            step=state.step + 1,
         )
         grouped.state.count_step(samples=state.batch_size, tokens=0, updated=True)
 

@@ -22,7 +22,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -229,6 +229,20 @@ class StateServer:
                 del self._snapshots[place]
             self._changed.notify_all()
 
+    def decline(self, step: int, name: str = "state") -> None:
+        """Offer no snapshot of `step`: transfers of it fail with `SnapshotExpiredError`."""
+        with self._changed:
+            self._newest[name] = max(step, self._newest.get(name, step))
+            self._changed.notify_all()
+
+    def release(self, name: str = "state") -> None:
+        """Stop serving the snapshots of a name, and free their memory; the next `offer` reserves it
+        again."""
+        self.withdraw(name)
+        memory = self._memory.pop(name, None)
+        if memory is not None:  # threads that read it keep their mapping
+            memory.region.close()
+
     def close(self) -> None:
         """End all transfers, and free the memory."""
         with self._changed:
@@ -411,6 +425,7 @@ def fetch_state(
     timeout_seconds: float,
     name: str = "state",
     rank: int = 0,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> ReceivedState:
     """Fill the tensors of `entries` from a snapshot of another group, in any layout. Not
     collective; memory for one box is used at a time.
@@ -423,10 +438,12 @@ def fetch_state(
         timeout_seconds: time without progress after which the source counts as lost.
         name: of the snapshot.
         rank: this rank, so that ranks begin with different sources.
+        is_cancelled: called before each box and each new connection; True ends the transfer.
 
     Raises:
         SnapshotExpiredError: the source offers a newer snapshot.
-        StateTransferError: the source is lost, or its boxes are damaged or incomplete.
+        StateTransferError: the source is lost, or its boxes are damaged or incomplete, or the
+            transfer was cancelled.
     """
     wanted: dict[str, list[TensorPiece]] = {}
     for entry in entries:
@@ -435,7 +452,7 @@ def fetch_state(
     progress = _Progress(wanted=wanted, shapes=shapes)
     order = [(rank + number) % len(addresses) for number in range(len(addresses))]
     for number in order:
-        with _Source(addresses[number], run, name, step, timeout_seconds) as source:
+        with _Source(addresses[number], run, name, step, timeout_seconds, is_cancelled) as source:
             source.receive(progress)
             if number == 0:
                 assert source.table is not None, "the source was opened"
@@ -500,9 +517,16 @@ class _Source:
     """Connection with one rank of the source."""
 
     def __init__(
-        self, address: str, run: str, name: str, step: int | None, timeout_seconds: float
+        self,
+        address: str,
+        run: str,
+        name: str,
+        step: int | None,
+        timeout_seconds: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._address, self._run, self._name, self._step = address, run, name, step
+        self._is_cancelled = is_cancelled
         self._timeout = timeout_seconds
         self._socket: socket.socket | None = None
         self._stream: IO[bytes] | None = None
@@ -556,6 +580,7 @@ class _Source:
         deadline = time.monotonic() + self._timeout
         attempts = 0
         while missing:
+            self._check_cancelled()
             sent = missing[-1]
             try:
                 is_valid = self._receive_box(sent, progress)
@@ -647,11 +672,21 @@ class _Source:
             StateTransferError: there was no progress until the deadline.
         """
         self._close()
+        self._check_cancelled()
         if time.monotonic() > deadline:
             raise StateTransferError(
                 f"{self._address} cannot be reached for {self._timeout:g} s: {error}"
             ) from error
         time.sleep(min(RECONNECT_SECONDS, self._timeout / 10))
+
+    def _check_cancelled(self) -> None:
+        """Check that the transfer continues.
+
+        Raises:
+            StateTransferError: it was cancelled.
+        """
+        if self._is_cancelled():
+            raise StateTransferError(f"the transfer from {self._address} was cancelled")
 
     def _close(self) -> None:
         if self._stream is not None:

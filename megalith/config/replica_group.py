@@ -9,6 +9,9 @@ DeltaDtype = Literal["fp32", "bf16", "int8"]
 """Dtype in which groups send how far their weights have moved."""
 
 
+ReplicaGroupMode = Literal["sync", "diloco"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DilocoConfig:
     """DiLoCo: groups train on their own for some steps, then an outer optimizer moves the weights
@@ -68,7 +71,7 @@ class ReplicaGroupConfig:
     """Time without a message after which another group counts as lost; longer than a save and an
     evaluation take, and shorter than parallel.timeout_seconds."""
 
-    mode: Literal["sync", "diloco"] = "sync"
+    mode: ReplicaGroupMode = "sync"
     """sync: gradients are summed over the groups in every step. diloco: groups train on their own
     shares of the samples, and synchronize weights every `diloco.sync_every` steps."""
 

@@ -60,7 +60,7 @@ from megalith.plan.packing import (
     labels_inside_documents,
     shift_tokens_within_documents,
 )
-from megalith.plan.replica_groups import SINGLE_GROUP, GroupShare
+from megalith.plan.replica_groups import SINGLE_GROUP, GroupAssignment, GroupShare
 from megalith.plan.rollback import NO_SAMPLES, SkippedSamples, count_read
 
 Ids = NDArray[np.int64]
@@ -292,6 +292,9 @@ class Loader:
         """Number of samples read and not skipped: the position in the batch-size schedule, and of
         dropout masks."""
         self._left = steps
+        self.group_samples: Sequence[int] = ()
+        """Samples of the last step that this group has read, counted from the start of its
+        batch."""
         self._prefetched = self._read()
 
     def next(self) -> StepBatches:
@@ -301,7 +304,7 @@ class Loader:
             DataError: ranks have packed the documents of the step differently.
         """
         assert self._prefetched is not None, "more steps requested than the loader was created for"
-        step, count, extra_sums, assignment, works = self._prefetched
+        step, count, extra_sums, assignment, works, self.group_samples = self._prefetched
         self._prefetched = self._read()
         for work in works:
             work.wait()
@@ -353,6 +356,7 @@ class Loader:
             step, assignment = self._read_rows(), None
         else:
             step, assignment = self._read_packs(self.settings.budget)
+        group_samples = self._list_group_samples(assignment)
         self._position += self._batch_size
         self._samples = None  # only those of the first step may be a part
         counts = [
@@ -380,8 +384,36 @@ class Loader:
         )
         works += [start_all_reduce_(extra_sums, self.dp)] if self.counted_extra else []
         return _PrefetchedStep(
-            step, count, extra_sums, assignment, [work for work in works if work is not None]
+            step,
+            count,
+            extra_sums,
+            assignment,
+            [work for work in works if work is not None],
+            group_samples,
         )
+
+    @property
+    def _step_samples(self) -> Sequence[int]:
+        """Samples of the step that all groups read, counted from the start of its batch."""
+        return range(self._batch_size) if self._samples is None else self._samples
+
+    def _list_group_samples(self, assignment: BatchAssignment | None) -> Sequence[int]:
+        """Return the samples of the step that the ranks of this group read; `assignment`: of
+        packs."""
+        samples, dp = self._step_samples, self.dp.size
+        if self.share.num_groups == 1:
+            return samples
+        if assignment is not None:
+            ranks = range(self.share.index * dp, (self.share.index + 1) * dp)
+            packs = [pack for rank in ranks for pack in assignment.rank_packs(rank)]
+            return [samples[number] for pack in packs for number in pack]
+        return GroupAssignment(
+            samples=tuple(samples),
+            share=self.share,
+            micro_batch_size=self.settings.micro_batch_size,
+            dp=dp,
+            counts=self.settings.counts,
+        ).list_own_samples()
 
     @property
     def _attention_window(self) -> AttentionConfig | None:
@@ -487,29 +519,36 @@ class Loader:
 
     def _read_packs(self, budget: TokenBudget) -> tuple[StepBatches, BatchAssignment]:
         """Read this rank's packs of the next step's documents."""
-        first, dataset = self._position, self.dataset
+        first, dataset, samples = self._position, self.dataset, self._step_samples
         assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
-        step = self._locate(range(first, first + self._batch_size))
-        lengths = [sum(dataset.document_lengths(k)) for k in step]
-        assignment = budget.assign_batches(lengths, self.dp.size)
-        mean_tokens = sum(lengths) / len(assignment.packs)
+        batch = self._locate(range(first, first + self._batch_size))
+        batch_lengths = [sum(dataset.document_lengths(k)) for k in batch]
+        step = [batch[number] for number in samples]
+        lengths = [batch_lengths[number] for number in samples]
+        assignment = budget.assign_batches(lengths, self._num_ranks)
+        # Of the whole batch, so that a microbatch has the same weight in a part of it.
+        mean_tokens = sum(batch_lengths) / len(assignment.packs)
         batches = [
             build_pack(
                 dataset,
                 [step[number] for number in pack],
                 budget,
-                positions=[first + number for number in pack],
+                positions=[first + samples[number] for number in pack],
                 device=self.device,
                 slicing=self.slicing,
                 num_mtp_layers=self.settings.num_mtp_layers,
                 dropout_seed=self.settings.dropout_seed,
                 even=mean_tokens,
             )
-            for pack in assignment.rank_packs(self.dp.rank)
+            for pack in assignment.rank_packs(self._rank)
         ]
         num_padded_tokens = len(assignment.packs) * budget.capacity
         step_batches = StepBatches(
-            batches, 0, num_padded_tokens=num_padded_tokens, imbalance=assignment.imbalance
+            batches,
+            0,
+            num_padded_tokens=num_padded_tokens,
+            num_microbatches=None if self.share.num_groups == 1 else len(assignment.packs),
+            imbalance=assignment.imbalance,
         )
         return step_batches, assignment
 
@@ -587,6 +626,7 @@ class _PrefetchedStep(NamedTuple):
 
     assignment: BatchAssignment | None
     works: list[dist.Work]
+    group_samples: Sequence[int]
 
 
 def check_batches_consistent_across_ranks(

@@ -190,16 +190,22 @@ class LoadBalancing:
 
     def step_record(self, share: AuxLossScale, like: Tensor) -> RoutingStats:
         """Return the record of this step's microbatches."""
-        m, e = share.microbatches, self.moe.num_experts
+        m = share.microbatches
         if (
             self.record is None
             or len(self.record.counts) != m
             or self.record.counts.device != like.device
         ):
-            shapes = (m, e), (m, e), (m,), (m, len(LOSSES)), (m, e + 1)
-            self.record = RoutingStats(
-                *(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes)
-            )
+            return self.reset_record(m, like.device)
+        return self.record
+
+    def reset_record(self, num_microbatches: int, device: torch.device) -> RoutingStats:
+        """Return a new record of zeros."""
+        m, e = num_microbatches, self.moe.num_experts
+        shapes = (m, e), (m, e), (m,), (m, len(LOSSES)), (m, e + 1)
+        self.record = RoutingStats(
+            *(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes)
+        )
         return self.record
 
 

@@ -32,7 +32,7 @@ PIECE_NBYTES = 8 << 20
 byte does not change (measured: loopback, two processes)."""
 
 HELLO_SECONDS = 5.0
-"""Time in which a new connection must have identified itself (heuristic)."""
+"""Time in which a new connection must have identified itself, in total (heuristic)."""
 
 KEEPALIVE_SECONDS = 5
 """Idle time after which the kernel checks that the machine of a peer still exists."""
@@ -65,7 +65,7 @@ class GroupExchange(Protocol):
         order.
 
         Raises:
-            GroupExchangeError: a peer is gone.
+            GroupExchangeError: a peer is lost.
         """
 
     def close(self) -> None:
@@ -146,17 +146,23 @@ class PeerListener:
                     f"epoch {member.epoch}: group {source} did not connect to rank {member.rank} "
                     f"of group {member.group}"
                 )
-            self.sock.settimeout(left)
-            with suppress(TimeoutError):
+            try:
+                self.sock.settimeout(left)
                 connection, _ = self.sock.accept()
-                self._identify(connection, member)
+            except (TimeoutError, ConnectionAbortedError):
+                continue  # a connection that ended before it was accepted
+            except OSError as error:
+                raise GroupExchangeError(
+                    f"epoch {member.epoch}: rank {member.rank} of group {member.group} cannot "
+                    f"accept the connection of group {source}: {error}"
+                ) from error
+            self._identify(connection, member)
         return self.waiting.pop(key)
 
     def _identify(self, connection: socket.socket, member: RingMember) -> None:
         """Keep a new connection if it is of this run and not of an earlier epoch."""
-        connection.settimeout(HELLO_SECONDS)
         try:
-            hello = receive_exactly(connection, HELLO.size)
+            hello = receive_exactly(connection, HELLO.size, seconds=HELLO_SECONDS)
             magic, digest, epoch, index, rank = HELLO.unpack(hello)
         except (OSError, struct.error):
             connection.close()
@@ -333,10 +339,8 @@ class RingExchange:
                 raise GroupExchangeError(self._describe_timeout(sender_done=sender.is_done))
             reads = [] if receiver.is_done else [self.previous]
             writes = [] if sender.is_done else [self.following]
-            try:
-                select.select(reads, writes, [], left)
-            except (OSError, ValueError) as error:  # closed by another thread
-                raise GroupExchangeError(f"epoch {self.member.epoch}: aborted") from error
+            if not _wait_until_ready(reads, writes, left):  # closed by another thread
+                raise GroupExchangeError(f"epoch {self.member.epoch}: aborted")
 
     def _describe_timeout(self, *, sender_done: bool) -> str:
         member = self.member
@@ -470,9 +474,36 @@ def configure_socket(connection: socket.socket, timeout_seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Return the next bytes of a blocking connection; fewer if it was closed."""
-    received = b""
-    while len(received) < nbytes and (part := connection.recv(nbytes - len(received))):
+def _wait_until_ready(
+    reads: Sequence[socket.socket], writes: Sequence[socket.socket], seconds: float
+) -> bool:
+    """Wait until one of the connections can be read or written, or for `seconds`; return False if
+    one is closed. Unlike select(), for any number of open files."""
+    poll = select.poll()
+    events: dict[int, int] = {}
+    for connections, event in ((reads, select.POLLIN), (writes, select.POLLOUT)):
+        for connection in connections:
+            number = connection.fileno()
+            if number < 0:
+                return False
+            events[number] = events.get(number, 0) | event
+    for number, event in events.items():
+        poll.register(number, event)
+    ready = poll.poll(seconds * 1000)
+    return not any(event & select.POLLNVAL for _, event in ready)
+
+
+def receive_exactly(connection: socket.socket, nbytes: int, *, seconds: float) -> bytes:
+    """Return the next bytes of a blocking connection; fewer if it was closed.
+
+    Raises:
+        OSError: they have not arrived within `seconds`.
+    """
+    deadline, received = time.monotonic() + seconds, b""
+    while len(received) < nbytes:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = connection.recv(nbytes - len(received))
+        if not part:
+            break
         received += part
     return received

@@ -503,7 +503,7 @@ class QuorumState:
         texts = [f"group {group} did not vote" for group in sorted(lost)]
         texts += [f"group {group} voted against it" for group in failed]
         reason = f"step {(self.committed_step or 0) + 1} was discarded: {', '.join(texts)}"
-        self.num_discarded += 1
+        self.num_discarded += bool(votes)  # without a vote, the last groups have ended
         return self._close_epoch(commit=False, reason=reason, now=now)
 
     def _commit(self, now: float) -> list[QuorumReply]:

@@ -3,6 +3,8 @@ batch, and the samples that are computed again after a group was lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
 
 from megalith.plan.batch_assignment import ANY_COUNTS, MicrobatchCounts, SampleAssignment
 
@@ -68,3 +70,29 @@ def list_missing_samples(kept: Sequence[float]) -> tuple[int, ...]:
     """
     assert all(count in (0, 1) for count in kept), f"a sample was computed twice: {kept}"
     return tuple(number for number, count in enumerate(kept) if not count)
+
+
+class GroupSlot(NamedTuple):
+    """What a group has at the start of an epoch."""
+
+    has_state: float
+    """1 if it has the newest state, else 0; the others as well."""
+    needs_source: float
+    offers_state: float
+    data: float
+    """Digest of the data; 0 without the newest state."""
+    tokenizer: float
+
+
+def read_slots(values: Sequence[float], groups: Sequence[str]) -> dict[str, GroupSlot]:
+    """Return the slot of each group, from values that begin with those of all slots."""
+    size = len(GroupSlot._fields)
+    return {
+        name: GroupSlot(*values[number * size : (number + 1) * size])
+        for number, name in enumerate(groups)
+    }
+
+
+def hash_to_number(text: str) -> float:
+    """Return a digest of 52 bits, which a float64 holds exactly."""
+    return float(int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)

@@ -18,7 +18,7 @@ from megalith.config.observe import observe_problems, profile_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
-from megalith.config.replica_group import DilocoConfig
+from megalith.config.replica_group import DilocoConfig, ReplicaGroupMode
 from megalith.config.train import CALLBACK_GROUP, TrainRun, ema_problems, suite_problems
 from megalith.errors import did_you_mean, raise_all
 from megalith.launch.coordinator_protocol import parse_address
@@ -239,34 +239,39 @@ def replica_group_problems(run: TrainRun) -> list[str]:
             "data.sampler=sequential",
             run.data.sampler != "sequential",
         ),
-        f"train.tokens_per_microbatch={t.tokens_per_microbatch}": (
-            "train.tokens_per_microbatch=none",
-            t.tokens_per_microbatch is not None,
-        ),
         "train.balance_rows=true": ("train.balance_rows=false", t.balance_rows),
-        f"train.skip_steps={list(t.skip_steps)}": ("train.skip_steps=[]", bool(t.skip_steps)),
     }
     problems += [
-        f"{setting} with replica_group: the samples of a step are divided over the groups row by "
-        f"row, and every step is trained on. Set {other}."
+        f"{setting} with replica_group: the samples of a step are divided over the groups in their "
+        f"order, also if a group is lost in the middle of the step. Set {other}."
         for setting, (other, applies) in changes.items()
         if applies
     ]
-    return problems + _replicated_router_problems(run) + _fault_action_problems(run)
+    problems += _replicated_router_problems(run, group.mode)
+    return problems + _fault_action_problems(run, group.mode)
 
 
-def _fault_action_problems(run: TrainRun) -> list[str]:
-    """Return the messages of actions on faults that replica groups do not agree on."""
-    detector = run.fault_detector
+def _fault_action_problems(run: TrainRun, mode: ReplicaGroupMode) -> list[str]:
+    """Return the messages of actions on faults that replica groups cannot execute.
+
+    A rollback would take back steps, or rounds of DiLoCo, that other groups have committed; a rerun
+    of summed gradients would compare the ranks of one group only.
+    """
+    detector, is_sync = run.fault_detector, mode == "sync"
+    reruns = ("rerun",) if is_sync else ()
+    intervals = (detector.rerun_every,) if is_sync and detector.rerun_every else ()
     actions = {
         "nonfinite": (detector.nonfinite, ("rollback",), "skip"),
-        "spike": (detector.spike, ("rollback", "rerun"), "skip"),
+        "spike": (detector.spike, ("rollback", *reruns), "skip"),
         "model_fault": (detector.model_fault, ("rollback",), "skip"),
-        "rerun_every": (detector.rerun_every, range(1, detector.rerun_every + 1), "0"),
+        "rerun_every": (detector.rerun_every, intervals, "0"),
     }
+    reason = "a step of several groups is neither repeated nor rolled back"
+    if not is_sync:
+        reason = "a group cannot take back the rounds that the others have applied"
     return [
-        f"fault_detector.{name}={value} with replica_group: a step of several groups is neither "
-        f"repeated nor rolled back. Set fault_detector.{name}={other}."
+        f"fault_detector.{name}={value} with replica_group: {reason}. Set "
+        f"fault_detector.{name}={other}."
         for name, (value, rejected, other) in actions.items()
         if value in rejected
     ]
@@ -291,25 +296,31 @@ def _diloco_problems(diloco: DilocoConfig) -> list[str]:
     return []
 
 
-def _replicated_router_problems(run: TrainRun) -> list[str]:
-    """Return the messages of router settings whose statistics replica groups would have to sum."""
-    moe = run.model.moe
+def _replicated_router_problems(run: TrainRun, mode: ReplicaGroupMode) -> list[str]:
+    """Return the messages of router settings whose statistics replica groups do not sum."""
+    moe, problems = run.model.moe, []
     if moe is None:
         return []
-    used = {
-        "model.moe.router.expert_bias=true": (moe.router.expert_bias, "false"),
-        "model.moe.aux_loss.quantile=true": (moe.aux_loss.quantile, "false"),
-        f"model.moe.aux_loss.global_batch_coeff={moe.aux_loss.global_batch_coeff}": (
-            moe.aux_loss.global_batch_coeff > 0,
-            "0",
-        ),
+    coeff, name = moe.aux_loss.global_batch_coeff, "model.moe.aux_loss"
+    if mode == "sync" and coeff > 0:
+        problems.append(
+            f"{name}.global_batch_coeff={coeff} with replica_group: every layer would exchange its "
+            "expert load with the other groups in the forward pass of each microbatch, and the "
+            f"loss would depend on their number. Set {name}.global_batch_coeff=0, for example with "
+            f"{name}.batch_coeff={coeff} or model.moe.router.expert_bias=true."
+        )
+    updated = {
+        "model.moe.router.expert_bias": moe.router.expert_bias,
+        f"{name}.quantile": moe.aux_loss.quantile,
     }
-    return [
-        f"{setting} with replica_group: the expert load is not summed over replica groups. Set "
-        f"{setting.partition('=')[0]}={value}, or replica_group=none."
-        for setting, (applies, value) in used.items()
-        if applies
+    problems += [
+        f"{setting}=true with replica_group.mode=diloco: it changes in every step by the expert "
+        "load of one group, and only weights are synchronized, so that it would differ between the "
+        f"groups. Set {setting}=false, or replica_group.mode=sync."
+        for setting, applies in updated.items()
+        if applies and mode == "diloco"
     ]
+    return problems
 
 
 def fault_detector_problems(run: TrainRun) -> list[str]:

@@ -7,7 +7,7 @@ the others sum their deltas again. A group that joins loads the state of another
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.replica_group import DilocoConfig
+from megalith.data.loader import Loader, StepBatches
 from megalith.optim.diloco import OuterOptimizer, decode, encode, encoded_nbytes
 from megalith.parallel.group_exchange import RingExchange
 from megalith.plan.diloco import SyncSchedule
-from megalith.train.replica_groups import GroupState, ReplicaGroups
+from megalith.train.replica_groups import ReplicaGroups
 from megalith.train.step import Trainer
+from megalith.train.synchronizer import BuildLoader, GroupState, StepSums
 from megalith.train.trainer import all_gather_loaded_params
 
 ROUNDS = "diloco_rounds"
@@ -52,6 +54,11 @@ class RoundState:
         """Number of label counts of a global batch."""
         return self.state.num_counts
 
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of what must be equal in all groups."""
+        return self.state.fingerprints
+
     def entries(self) -> Sequence[CheckpointEntry]:
         """Return this rank's tensors."""
         return self.state.entries()
@@ -59,6 +66,10 @@ class RoundState:
     def export(self) -> dict[str, Any]:  # Any: JSON
         """Return the state besides tensors, with the number of rounds."""
         return self.state.export() | {ROUNDS: self.rounds}
+
+    def list_routing_sums(self) -> list[Tensor]:
+        """Return the routing statistics of the last step."""
+        return self.state.list_routing_sums()
 
     def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
         """Return zeros in place of gradients, losses and largest logit."""
@@ -102,7 +113,11 @@ class _Round:
 
 
 class DilocoSync:
-    """Rounds of one rank. All methods are collective over the group's mesh."""
+    """Rounds of one rank; see `StepSynchronizer`. All methods are collective over the group's
+    mesh, except `sum_step`."""
+
+    allows_reruns, allows_rollbacks = True, False
+    """Steps belong to this group alone; a rollback would repeat rounds that others have applied."""
 
     def __init__(self, trainer: Trainer, groups: ReplicaGroups, state: GroupState) -> None:
         assert trainer.outer is not None, "replica_group.mode=diloco"
@@ -119,6 +134,52 @@ class DilocoSync:
         self.state = RoundState(state, count(state.step), count, self._outer)
         self._round: _Round | None = None
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this group writes the checkpoints."""
+        return self._groups.is_writer
+
+    @property
+    def changes_epoch(self) -> bool:
+        """Whether other groups train from now on, for which `enter` must be called."""
+        return self._groups.changes_epoch
+
+    def enter(self) -> None:
+        """Begin the next epoch, and take part in the round that the other groups are in."""
+        self._groups.enter(self.state)
+        self.catch_up()
+
+    def build_loader(self, build: BuildLoader) -> Loader:
+        """Return the loader of this group's samples."""
+        self._groups.build_loader(build)
+        return self._groups.loader
+
+    def read_batches(self, loader: Loader) -> StepBatches:
+        """Return the batches of this group, whose losses are normalized by its own labels."""
+        return replace(loader.next(), num_microbatches=None)
+
+    def sum_step(
+        self,
+        gradients: Sequence[Tensor],
+        losses: Tensor,
+        requests: Sequence[float],
+        max_logit: Tensor | None,
+        scale: float,
+    ) -> StepSums:
+        """Return the values of this group."""
+        return StepSums(losses, requests, max_logit)
+
+    def commit(self, step: int, *, ok: bool, last: bool = False) -> bool:
+        """Return True: groups vote about rounds only."""
+        return True
+
+    def note_update(self, *, updated: bool) -> None:
+        """Do nothing."""
+
+    def skip_step(self, requests: Sequence[float]) -> Sequence[float] | None:
+        """Return the requests of this group."""
+        return requests
+
     def catch_up(self) -> None:
         """Take part in the round that the other groups are in, after the state of one of them was
         loaded before it was applied."""
@@ -132,6 +193,10 @@ class DilocoSync:
     def after_step(self) -> bool:
         """Send and apply the fragments that are due after a finished inner step; return whether
         another epoch has begun, with other shares of the samples."""
+        with self._trainer.timers.section("grad_reduce"):
+            return self._synchronize()
+
+    def _synchronize(self) -> bool:
         step, has_entered = self.state.state.step, False
         if self._round is not None and step >= self._round.apply_step:
             has_entered = self._apply()

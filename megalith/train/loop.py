@@ -77,12 +77,10 @@ from megalith.train.callbacks.stragglers import StragglerDetector
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.diloco import DilocoSync
 from megalith.train.evaluate import EvaluationStoppedError
+from megalith.train.moe import list_routing_sums
+from megalith.train.replica_group_ranks import Coordinator, FinishedRunError
 from megalith.train.replica_group_settings import FinishedRunCheck, connect_coordinator
-from megalith.train.replica_groups import (
-    Coordinator,
-    FinishedRunError,
-    ReplicaGroups,
-)
+from megalith.train.replica_groups import ReplicaGroups, ReplicaGroupSync
 from megalith.train.resume import CALLBACKS, PreparedRun
 from megalith.train.rollback import roll_back
 from megalith.train.run_folder import (
@@ -96,11 +94,15 @@ from megalith.train.starts import StartLog
 from megalith.train.state import TrainState
 from megalith.train.step import (
     StepRequest,
+    count_shared_requests,
     create_zero_sums,
+    read_shared_requests,
     reduce_requests,
     replay_update,
+    resolve_requests,
     train_step,
 )
+from megalith.train.synchronizer import SINGLE_JOB, StepSynchronizer
 from megalith.train.trainer import checkpoint_entries
 
 
@@ -178,7 +180,7 @@ def run_training(
             if first and coordinator is None:
                 is_finished = FinishedRunCheck(folder.checkpoints, run.train.steps)
                 coordinator = connect_coordinator(run.replica_group, is_finished)
-            groups = ReplicaGroups(run, mesh, coordinator, progress.print_line)
+            groups = ReplicaGroups(run, mesh, coordinator, progress.print_line, heartbeat=heartbeat)
         try:
             loop = TrainLoop(prepared, progress, lock, callbacks, stop_requests, groups)
             outcome = loop.run()
@@ -281,6 +283,12 @@ class RunState:
         """Number of label counts of a global batch."""
         return self.prepared.count_label_counts()
 
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of the data and the tokenizer."""
+        state = self.prepared.state_json()
+        return {name: state[name] for name in ("data", "tokenizer")}
+
     def entries(self) -> list[CheckpointEntry]:
         """Return the tensors of this rank that a checkpoint holds."""
         self.prepared.trainer.data.wait_params()
@@ -296,13 +304,22 @@ class RunState:
         """Continue from the state of another group; see `PreparedRun.adopt_state`."""
         self.prepared.adopt_state(state)
 
+    def list_routing_sums(self) -> list[Tensor]:
+        """Return the routing statistics of the last step."""
+        trainer = self.prepared.trainer
+        return list_routing_sums(trainer.pipeline_model.modules, trainer.device)
+
     def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Return gradients, losses and largest logit of a step without samples."""
+        """Return gradients and routing statistics, losses and largest logit of a step without
+        samples."""
         return create_zero_sums(self.prepared.trainer)
 
     def replay(self, gradients: Sequence[Tensor], *, scale: float, updated: bool) -> None:
         """Repeat the update of a step that other groups have computed. Collective."""
         run, state = self.prepared.run, self.prepared.state
+        if state.step + 1 in run.train.skip_steps:
+            state.skip_step(samples=self.batch_size, tokens=0)
+            return
         lengths = schedule_lengths(
             run.schedule, batch_schedule=self.batch_schedule, total_steps=run.train.steps
         )
@@ -332,7 +349,7 @@ class TrainLoop:
         groups: ReplicaGroups | None = None,
     ) -> None:
         """`groups`: the other jobs that this one trains with; None: it trains alone."""
-        self.prepared, self.progress, self.groups = prepared, progress, groups
+        self.prepared, self.progress = prepared, progress
         run = prepared.run
         self.batch_schedule = build_batch_schedule(run.train)
         self.lengths = schedule_lengths(
@@ -390,18 +407,20 @@ class TrainLoop:
             self.heartbeat.record,
         )
         self._group_state = RunState(prepared, self.callbacks, self.batch_schedule)
-        self.diloco: DilocoSync | None = None
-        """Rounds between replica groups that train on their own; None: other runs."""
+        self.synchronizer: StepSynchronizer = SINGLE_JOB
         if groups is not None and groups.is_diloco:
-            self.diloco = DilocoSync(prepared.trainer, groups, self._group_state)
+            self.synchronizer = DilocoSync(prepared.trainer, groups, self._group_state)
+        elif groups is not None:
+            self.synchronizer = ReplicaGroupSync(groups, self._group_state)
+        self._loader: Loader
+        """Loader of the remaining steps; set when they begin."""
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
         prepared, step = self.prepared, self.prepared.state.step
-        if self.groups is not None and step < prepared.run.train.steps:
-            self._phase = "while the replica groups connected"
+        if step < prepared.run.train.steps:
             try:
-                self._enter_groups()
+                self.synchronizer.enter()
             except FinishedRunError:
                 return self._describe_finished_run()
             step = prepared.state.step
@@ -446,7 +465,7 @@ class TrainLoop:
         """Run the remaining steps, save the last one, and return how the run ended."""
         state, num_steps = self.prepared.state, self.prepared.run.train.steps
         outcome = Outcome("done", num_steps)
-        loader = self._build_loader()
+        self._build_loader()
         finished: FinishedStep | None = None
         if self.health_check.suspect is not None:
             saved = self.prepared.is_resumed
@@ -454,35 +473,34 @@ class TrainLoop:
         while state.step < num_steps:
             self._phase = f"in step {state.step + 1}"
             if state.step + 1 in self._skipped_steps - state.skipped_steps.keys():
-                requests = self._combine_requests()
-                loader = self._skip_step(loader)
+                requests = self._skip_step()
+                if requests is None:
+                    continue
+                self._synchronize()
                 self.callbacks.notify("after_skipped_step", state.step, requests)
-                if self._execute(requests):
-                    outcome = Outcome("stopped", state.step, self._stop_reason())
-                    break
-                continue
-            finished = self._run_step(loader)
-            self._notify_save(self.checkpointer.advance(finished.result.save_counts))
-            if (suspect := self._find_suspect()) is not None:
-                return self._exit_for_other_machines(suspect)
-            if StepRequest.STOP_NOW in finished.result.requests:
-                self._drain_save()
-                saved = self.checkpointer.saved_step == state.step
-                return Outcome("stopped", state.step, self._stop_reason(), saved=saved)
-            if StepRequest.ROLLBACK in finished.result.requests:
-                loader = self._roll_back()
-                continue
-            if self.diloco is not None:
-                loader = self._synchronize(self.diloco, loader)
-            self._phase = f"in callbacks after step {state.step}"
-            metrics = self.callbacks.after_step(finished)
-            if self.view.is_logged(finished.step):
-                self._log(metrics)
-            if self._execute(finished.result.requests):
+            else:
+                finished = self._run_step()
+                requests = finished.result.requests
+                self._notify_save(self.checkpointer.advance(finished.result.save_counts))
+                if (suspect := self._find_suspect()) is not None:
+                    return self._exit_for_other_machines(suspect)
+                if StepRequest.STOP_NOW in requests:
+                    self._drain_save()
+                    saved = self.checkpointer.saved_step == state.step
+                    return Outcome("stopped", state.step, self._stop_reason(), saved=saved)
+                if StepRequest.ROLLBACK in requests:
+                    self._roll_back()
+                    continue
+                self._synchronize()
+                self._phase = f"in callbacks after step {state.step}"
+                metrics = self.callbacks.after_step(finished)
+                if self.view.is_logged(finished.step):
+                    self._log(metrics)
+            if self._execute(requests):
                 outcome = Outcome("stopped", state.step, self._stop_reason())
                 break
-            if self.groups is not None and self.groups.changes_epoch and state.step < num_steps:
-                loader = self._enter_epoch()
+            if self.synchronizer.changes_epoch and state.step < num_steps:
+                self._enter_epoch()
         # no step follows that would execute the request of a health check
         if (suspect := self._find_suspect()) is not None:
             return self._exit_for_other_machines(suspect)
@@ -545,7 +563,7 @@ class TrainLoop:
         saved = is_valid and self.checkpointer.saved_step == step
         return Outcome("suspect", step, reason, saved=saved)
 
-    def _run_step(self, loader: Loader) -> FinishedStep:
+    def _run_step(self) -> FinishedStep:
         """Run the next step and update the counters."""
         run, state = self.prepared.run, self.prepared.state
         started = time.perf_counter()
@@ -554,11 +572,7 @@ class TrainLoop:
             num_samples = self.batch_schedule.get_batch_size(state.read_samples)
             rates = compute_step_rates(run, state, self.lengths, batch_size=num_samples)
             with self.timers.section("data"):
-                read_batches = (
-                    loader.next()
-                    if self.groups is None
-                    else self.groups.read_batches(self._group_state)
-                )
+                read_batches = self.synchronizer.read_batches(self._loader)
             batches = self.callbacks.before_step(state.step + 1, read_batches)
             result = train_step(
                 self.prepared.trainer,
@@ -567,7 +581,7 @@ class TrainLoop:
                 weight_decay=rates.weight_decay,
                 hooks=self.callbacks,
                 groups=rates.groups,
-                replica_groups=self.groups if self.diloco is None else None,
+                synchronizer=self.synchronizer,
                 step=state.step + 1,
             )
             if result.is_committed:
@@ -580,55 +594,47 @@ class TrainLoop:
             state.step, batches, rates.lr, rates.groups, result, seconds, num_samples
         )
 
-    def _build_loader(self) -> Loader:
-        """Return the loader of the remaining steps."""
-        if self.groups is None:
-            return self.prepared.build_loader()
-        while not self.groups.build_loader(self.prepared.build_loader):
-            self._enter_groups()
-        return self.groups.loader
+    def _build_loader(self) -> None:
+        """Build the loader of the remaining steps."""
+        self._loader = self.synchronizer.build_loader(self.prepared.build_loader)
 
-    def _enter_groups(self) -> None:
-        """Begin the next epoch of the replica groups."""
-        assert self.groups is not None, "the run has replica groups"
-        self.groups.enter(self._group_state if self.diloco is None else self.diloco.state)
-        if self.diloco is not None:
-            self.diloco.catch_up()
-
-    def _synchronize(self, diloco: DilocoSync, loader: Loader) -> Loader:
-        """Send and apply the weights that are due after a step, and return the loader of the next
-        steps. If this group has missed rounds, it continues from the state of another one."""
+    def _synchronize(self) -> None:
+        """Synchronize what is due after a step with other replica groups. If this group has missed
+        rounds of DiLoCo, it continues from the state of another one."""
         step, self._phase = self.prepared.state.step, "while the replica groups synchronized"
-        with self.timers.section("grad_reduce"):
-            has_entered = diloco.after_step()
-        if not has_entered:
-            return loader
-        loader = self._build_loader()
-        if self.prepared.state.step != step:
-            self.callbacks.after_rollback(self.prepared.state.step)
-        return loader
+        if self.synchronizer.after_step():
+            self._build_loader()
+            if self.prepared.state.step != step:
+                self.callbacks.after_rollback(self.prepared.state.step)
 
-    def _enter_epoch(self) -> Loader:
-        """Begin the next epoch of the replica groups, and return its loader. If this group has
-        missed steps, it continues from the state of another one."""
-        assert self.groups is not None, "the run has replica groups"
+    def _enter_epoch(self) -> None:
+        """Begin the next epoch of the replica groups, with its loader. If this group has missed
+        steps, it continues from the state of another one."""
         step, self._phase = self.prepared.state.step, "while the replica groups connected"
-        self._enter_groups()
-        loader = self._build_loader()
+        self.synchronizer.enter()
+        self._build_loader()
         if self.prepared.state.step != step:
             self.callbacks.after_rollback(self.prepared.state.step)
         self._phase = f"in step {self.prepared.state.step + 1}"
-        return loader
 
-    def _skip_step(self, loader: Loader) -> Loader:
-        """Read the next step's samples without training on them (train.skip_steps), and return the
-        loader of the samples that follow."""
+    def _skip_step(self) -> StepRequest | None:
+        """Read the next step's samples without training on them (train.skip_steps), build the
+        loader of the samples that follow, and return what is executed after the step; None: the
+        other replica groups have discarded it."""
         state = self.prepared.state
-        batches = loader.next()
+        requests = self._combine_requests()
+        batches = self.synchronizer.read_batches(self._loader)
+        before = state.as_json()
         samples = state.skip_step(
             samples=self.batch_schedule.get_batch_size(state.read_samples),
             tokens=batches.num_tokens,
         )
+        self._build_loader()
+        shared = self.synchronizer.skip_step(count_shared_requests(requests))
+        if shared is None:
+            state.restore(before)
+            self._enter_epoch()
+            return None
         if self.prepared.is_writer:
             record_skipped_samples(
                 self.prepared.folder,
@@ -641,11 +647,11 @@ class TrainLoop:
             f"step {state.step}: skipped, because train.skip_steps names it; the data continues at "
             f"sample {state.consumed_samples}"
         )
-        return self.prepared.build_loader()
+        return resolve_requests(requests | read_shared_requests(shared))
 
-    def _roll_back(self) -> Loader:
+    def _roll_back(self) -> None:
         """Restore the checkpoint that a callback's plan requests, by default the newest one, and
-        return the loader of the samples that follow.
+        build the loader of the samples that follow.
 
         The checkpoint is saved again with the new position in the data, so that a restart does not
         read the skipped samples either.
@@ -656,7 +662,7 @@ class TrainLoop:
             roll_back(self.prepared, self.callbacks.combine_rollback_plans())
         self.callbacks.after_rollback(self.prepared.state.step)
         self._save(overlap=False)
-        return self.prepared.build_loader()
+        self._build_loader()
 
     def _log(self, metrics: StepMetrics) -> None:
         if self.prepared.is_writer:
@@ -697,7 +703,7 @@ class TrainLoop:
 
         `overlap`: training continues while the files are written, if saves are asynchronous.
         """
-        if self.groups is not None and not self.groups.is_writer:
+        if not self.synchronizer.is_writer:
             self.checkpointer.leave_to_other_group()
             return
         self._phase = f"while step {self.prepared.state.step} was saved"
@@ -748,7 +754,7 @@ class TrainLoop:
         take longer than the processes have left on any rank; return whether it is saved there.
         Collective."""
         step, tier = self.prepared.state.step, self.prepared.local_tier
-        writes = self.groups is None or self.groups.is_writer
+        writes = self.synchronizer.is_writer
         if tier is None or not writes or self.checkpointer.saved_step == step:
             return False
         problems = gather_objects(

@@ -36,6 +36,28 @@ def iter_trained_routers(model: nn.Module) -> Iterator[tuple[Router, RoutingStat
             yield router, record
 
 
+def list_routing_sums(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """Return the statistics of the last step on this rank: per router token counts, dropped choices
+    and quantile offsets, summed over its microbatches, and the means of the aux losses. In place of
+    records that do not exist yet: zeros.
+
+    They become the record of one microbatch, so that what replica groups add to them counts as part
+    of the step.
+    """
+    sums = []
+    for router in iter_routers(model):
+        record = router.balance.record or router.balance.reset_record(1, device)
+        router.balance.record = merged = RoutingStats(
+            record.counts.sum(0, keepdim=True),
+            record.chosen.sum(0, keepdim=True),
+            record.num_dropped.sum(0, keepdim=True),
+            record.losses.mean(0, keepdim=True),
+            record.offsets.sum(0, keepdim=True),
+        )
+        sums += [merged.counts, merged.num_dropped, merged.losses, merged.offsets]
+    return sums
+
+
 def update_expert_biases(model: nn.Module, mesh: Mesh) -> None:
     """Update the expert bias after a step: raise it for underused experts, lower it for overused
     ones.

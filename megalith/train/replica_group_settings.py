@@ -1,6 +1,7 @@
 """What must be equal in all replica groups, the address of this machine for the others, and the
 connection with the coordinator."""
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.replica_group import ReplicaGroupConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, UserError
 from megalith.launch.coordinator_client import CoordinatorClient
 from megalith.launch.coordinator_protocol import parse_address
 from megalith.plan.quorum import QuorumLimits
 from megalith.storage import StoragePath
+
+_log = logging.getLogger(__name__)
 
 MAX_LAG = 1 << 30
 """Steps that a group may have missed when an epoch begins: any number, since it then loads the
@@ -108,7 +111,11 @@ class FinishedRunCheck:
         if time.monotonic() < self._next_check:
             return False
         self._next_check = time.monotonic() + CHECK_SECONDS
-        return self._last_step in list_complete_checkpoints(self._checkpoints)
+        try:
+            return self._last_step in list_complete_checkpoints(self._checkpoints)
+        except (OSError, UserError) as error:  # of a store: it is checked again
+            _log.warning("cannot check whether the run has ended: %s", error)
+            return False
 
 
 def connect_coordinator(

@@ -9,17 +9,17 @@ and sum again. The set of participants is constant for an epoch, which the coord
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.state_transfer import (
     ReceivedState,
     StateServer,
@@ -27,9 +27,9 @@ from megalith.checkpoint.state_transfer import (
 )
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, StepBatches
-from megalith.errors import UserError
-from megalith.launch.coordinator_client import CoordinatorInterrupted
-from megalith.parallel.group import all_reduce_, gather_objects
+from megalith.errors import CheckpointError, DataError, UserError
+from megalith.launch.heartbeat import RankHeartbeat
+from megalith.parallel.group import gather_objects
 from megalith.parallel.group_exchange import (
     GroupExchangeError,
     PeerListener,
@@ -38,22 +38,21 @@ from megalith.parallel.group_exchange import (
     connect_ring,
 )
 from megalith.parallel.mesh import Mesh
-from megalith.plan.batch_assignment import build_microbatch_counts
 from megalith.plan.batch_schedule import largest_batch_size
-from megalith.plan.quorum import Decision, Epoch
+from megalith.plan.quorum import Epoch
 from megalith.plan.replica_groups import (
     SINGLE_GROUP,
-    GroupAssignment,
     GroupShare,
+    GroupSlot,
+    hash_to_number,
     list_missing_samples,
+    read_slots,
 )
+from megalith.train.replica_group_ranks import Coordinator, GroupRanks
 from megalith.train.replica_group_settings import find_own_host, list_compared_settings
+from megalith.train.synchronizer import BuildLoader, GroupState, StepSums
 
 _log = logging.getLogger(__name__)
-
-POLL_SECONDS = 1.0
-"""Time after which the ranks of a group that wait for rank 0 begin a new collective, so that the
-watchdog detects no hang while rank 0 waits for the coordinator (heuristic)."""
 
 NUM_SHARED_REQUESTS = 2
 """Kinds of requests that are sent to all groups (`train/step.py`)."""
@@ -61,74 +60,10 @@ NUM_SHARED_REQUESTS = 2
 T = TypeVar("T")
 
 
-class Coordinator(Protocol):
-    """Connection of rank 0 to the coordinator."""
-
-    def join(
-        self,
-        *,
-        group: str,
-        addresses: Sequence[str],
-        committed_step: int,
-        settings: Mapping[str, str],
-        state_addresses: Sequence[str],
-    ) -> Epoch:
-        """Wait for an epoch."""
-
-    def vote(self, *, epoch: int, step: int, ok: bool, has_state: bool) -> Decision:
-        """Vote about a step, and wait for the decision; `has_state`: this group has the state of
-        the step before."""
-
-    def leave(self) -> None:
-        """Leave the run, and close the connection."""
-
-    def close(self) -> None:
-        """Close the connection without a message: this group counts as lost."""
-
-
-class GroupState(Protocol):
-    """State of this group between two steps, which other groups may load."""
-
-    @property
-    def step(self) -> int:
-        """Number of finished steps."""
-
-    @property
-    def batch_size(self) -> int:
-        """Global batch size of the next step."""
-
-    @property
-    def num_counts(self) -> int:
-        """Number of label counts of a global batch (`Loader.num_counts`)."""
-
-    def entries(self) -> Sequence[CheckpointEntry]:
-        """Return this rank's tensors."""
-
-    def export(self) -> dict[str, Any]:  # Any: JSON
-        """Return the state besides tensors, equal on all ranks."""
-
-    def adopt(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Continue from the state of another group, whose tensors are in those of `entries`.
-        Collective over the group's mesh."""
-
-    def create_zero_sums(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Return gradients, losses and largest logit of a step without samples."""
-
-    def replay(self, gradients: Sequence[Tensor], *, scale: float, updated: bool) -> None:
-        """Repeat the update of a step that other groups have computed, from its summed gradients,
-        which have this loss scale. Collective over the group's mesh."""
-
-
 @dataclass(frozen=True, slots=True)
-class GroupSums:
-    """Sums of a step over the groups, for one rank."""
+class GroupSums(StepSums):
+    """Sums of a step over the groups, for one rank, with what the next step needs."""
 
-    losses: Tensor
-    requests: Sequence[float]
-    """Number of groups with each kind of shared request."""
-    max_logit: Tensor | None
-    failed: bool
-    """Whether a group was lost; the sums are those of this group then."""
     counts: Sequence[float] = ()
     """Counts of the global batch of the next step."""
     last_updated: bool | None = None
@@ -146,6 +81,7 @@ class _UncommittedStep:
     samples: set[int] = field(default_factory=set)
     """Samples whose gradients are in `gradients`."""
     gradients: list[Tensor] = field(default_factory=list)
+    """Gradients, and routing statistics."""
     losses: Tensor | None = None
     max_logit: Tensor | None = None
 
@@ -166,6 +102,8 @@ class _CatchUp:
 
     future: Future[ReceivedState]
     source: str
+    cancelled: threading.Event
+    """Ends the transfer when it is set."""
     missed_steps: list[_MissedStep] = field(default_factory=list)
     is_loaded: bool = False
 
@@ -180,17 +118,19 @@ class ReplicaGroups:
         mesh: Mesh,
         coordinator: Coordinator | None,
         print_line: Callable[[str], None],
+        *,
+        heartbeat: RankHeartbeat | None = None,
     ) -> None:
-        """`coordinator`: set on rank 0."""
+        """`coordinator`: set on rank 0. `heartbeat`: records that this rank waits for others."""
         config = run.replica_group
         assert config is not None, "replica_group is set"
-        self.run, self.config, self.mesh, self._coordinator = run, config, mesh, coordinator
+        self.run, self.config, self.mesh = run, config, mesh
         self._print_line = print_line
+        self._ranks = GroupRanks(mesh.world, coordinator, heartbeat or RankHeartbeat())
         self._settings = list_compared_settings(run, mesh.world.size)
         host = find_own_host(config)
         self._listener = PeerListener.open(host)
         self._server = StateServer(host, self._digest.hex(), torch.device("cpu"))
-        self._threads = ThreadPoolExecutor(1) if mesh.world.size > 1 else None
         self._loading = ThreadPoolExecutor(1)
         self._catch_up: _CatchUp | None = None
         """Set while this group loads the state of another one."""
@@ -215,6 +155,8 @@ class ReplicaGroups:
         """Result of the present step."""
         self._kept = _UncommittedStep()
         self._attempt = _UncommittedStep()
+        self._offers_state = True
+        """Whether this group can serve its state to others."""
         self._spare: list[Tensor] = []
         self._loader: Loader | None = None
         self.share = SINGLE_GROUP
@@ -225,6 +167,11 @@ class ReplicaGroups:
     def is_diloco(self) -> bool:
         """Whether groups train on their own between synchronizations of the weights."""
         return self.config.mode == "diloco"
+
+    @property
+    def num_committed(self) -> int:
+        """Number of committed steps, or rounds of DiLoCo."""
+        return self._step
 
     @property
     def changes_epoch(self) -> bool:
@@ -280,7 +227,7 @@ class ReplicaGroups:
         pairs = cast(list[tuple[str, str]], gathered)
         if not self._is_complete:
             step = 0
-        return self._ask_coordinator(
+        return self._ranks.ask_coordinator(
             lambda coordinator: coordinator.join(
                 group=self.config.id,
                 addresses=[address for address, _ in pairs],
@@ -295,7 +242,8 @@ class ReplicaGroups:
         others, or begin to load one. Return whether this succeeded on all ranks.
 
         Raises:
-            GroupExchangeError: no group has the newest state any more.
+            CheckpointError: no group has the newest state any more.
+            DataError: this group has other data than the others.
         """
         if self._step != epoch.step and self._catch_up is not None:
             self._abandon_catch_up()  # it has not received all steps since the snapshot
@@ -315,30 +263,62 @@ class ReplicaGroups:
         if not self._succeeds_on_all_ranks(connect):
             return False
         self._set_shares(holdings, epoch, state)
-        groups = len(epoch.participants)
-        needs_source = [
-            name
-            for name, count in zip(epoch.participants, holdings[groups : 2 * groups])
-            if count > 0
-        ]
-        source_of = {
-            name: self._active[n % len(self._active)] for n, name in enumerate(needs_source)
-        }
-        if self.config.id in source_of.values():
-            self._server.offer(state.step, state.entries(), state.export())
-        if self.config.id in source_of:
-            self._begin_catch_up(epoch, source_of[self.config.id], state)
+        sources = self._choose_sources(holdings, epoch)
+        if self.config.id in sources.values():
+            self._offer_state(state)
+        if self.config.id in sources:
+            self._begin_catch_up(epoch, sources[self.config.id], state)
         return True
 
+    def _choose_sources(self, holdings: Sequence[float], epoch: Epoch) -> dict[str, str]:
+        """Return from which group each group that needs it loads its state.
+
+        Raises:
+            CheckpointError: this group needs it, and no group can serve its state.
+        """
+        slots = read_slots(holdings, epoch.participants)
+        serving = [name for name in self._active if slots[name].offers_state]
+        needs_source = [name for name in epoch.participants if slots[name].needs_source]
+        if serving:
+            return {name: serving[n % len(serving)] for n, name in enumerate(needs_source)}
+        if self.config.id in needs_source:
+            raise CheckpointError(
+                "no replica group has memory for a copy of its state, which this group would load; "
+                "their logs have the reason. Free host memory on one of their machines, and start "
+                "all groups again from the newest checkpoint."
+            )
+        return {}
+
+    def _offer_state(self, state: GroupState) -> None:
+        """Serve the state of this group to others; it trains on if it has no memory for the
+        copy."""
+        try:
+            self._server.offer(state.step, state.entries(), state.export())
+        except OSError as error:
+            self._server.decline(state.step)
+            self._offers_state = False
+            self._print_line(
+                f"step {state.step}: this group cannot serve its state to a group that joins: "
+                f"{error}. Another group is used instead, if there is one"
+            )
+
     def _exchange_holdings(self, exchange: RingExchange, state: GroupState) -> list[float]:
-        """Return what the groups have, summed: the newest state, and the need of a source of it
-        (per group), the counts of the next step (number of groups, then values), and its samples
-        (per sample)."""
+        """Return what the groups have, summed: a `GroupSlot` per group, the counts of the next
+        step (number of groups, then values), and its samples (per sample)."""
         has_state = self._has_state(state)
-        slots = [0.0] * (2 * exchange.num_groups)
-        slots[exchange.index] = float(has_state)
-        needs_source = not has_state and self._catch_up is None
-        slots[exchange.num_groups + exchange.index] = float(needs_source)
+        slot = GroupSlot(
+            has_state=float(has_state),
+            needs_source=float(not has_state and self._catch_up is None),
+            offers_state=float(has_state and self._offers_state),
+            data=hash_to_number(state.fingerprints["data"]) if has_state else 0.0,
+            tokenizer=hash_to_number(state.fingerprints["tokenizer"]) if has_state else 0.0,
+        )
+        empty = [0.0] * len(slot)
+        slots = [
+            value
+            for number in range(exchange.num_groups)
+            for value in (slot if number == exchange.index else empty)
+        ]
         known = self._counts if has_state else None
         counts = [0.0] * (1 + state.num_counts) if known is None else [1.0, *known]
         samples = self._kept.samples if has_state else set()
@@ -353,15 +333,19 @@ class ReplicaGroups:
 
     def _set_shares(self, holdings: Sequence[float], epoch: Epoch, state: GroupState) -> None:
         """Set the groups that compute the next step, and their samples."""
-        groups = len(epoch.participants)
-        active = [name for name, has in zip(epoch.participants, holdings[:groups]) if has > 0]
+        groups, slots = len(epoch.participants), read_slots(holdings, epoch.participants)
+        active = [name for name in epoch.participants if slots[name].has_state]
         if not active:
-            raise GroupExchangeError(
+            raise CheckpointError(
                 f"no replica group has the state of step {self._step} any more. Start this group "
                 "again: it continues from the newest checkpoint."
             )
         self._active = tuple(active)
-        num_known, *rest = holdings[2 * groups :]
+        if self.config.id in active:
+            self._check_same_data(slots)
+        if len(active) == groups:
+            self._server.release()  # no group loads it any more
+        num_known, *rest = holdings[len(GroupSlot._fields) * groups :]
         counts = rest[: state.num_counts]
         self._counts = [value / num_known for value in counts] if num_known else None
         if self.is_diloco:  # a group that loads a state trains from here on, too
@@ -371,12 +355,27 @@ class ReplicaGroups:
             kept = rest[state.num_counts :][: state.batch_size]
             self.samples = list_missing_samples(kept) if any(kept) else None
 
+    def _check_same_data(self, slots: Mapping[str, GroupSlot]) -> None:
+        """Check that this group has the data of the first active group.
+
+        Raises:
+            DataError: it has not.
+        """
+        first, own = slots[self._active[0]], slots[self.config.id]
+        for name, one, two in zip(GroupSlot._fields, first, own):
+            if name in ("data", "tokenizer") and one != two:
+                raise DataError(
+                    f"replica_group.id={self.config.id}: the {name} of this group is not that of "
+                    f"replica group {self._active[0]}, with which it would train step "
+                    f"{self._step + 1}. Use the same files for {name}.* in all groups."
+                )
+
     # --- a group that joins
 
     def _begin_catch_up(self, epoch: Epoch, source: str, state: GroupState) -> None:
         """Begin to load the state of another group, from a thread."""
         self._is_complete = False
-        entries = state.entries()
+        entries, cancelled = state.entries(), threading.Event()
         future = self._loading.submit(
             fetch_state,
             epoch.state_addresses[source],
@@ -385,13 +384,16 @@ class ReplicaGroups:
             step=epoch.step,
             timeout_seconds=self.config.timeout_seconds,
             rank=self.mesh.world.rank,
+            is_cancelled=cancelled.is_set,
         )
-        self._catch_up = _CatchUp(future, source)
+        self._catch_up = _CatchUp(future, source, cancelled)
 
     def _abandon_catch_up(self) -> None:
         """Wait until the thread writes no tensors any more."""
         if self._catch_up is not None:
-            wait([self._catch_up.future])
+            self._catch_up.cancelled.set()
+            with self._ranks.waiting():
+                wait([self._catch_up.future])
             self._catch_up = None
 
     def _catch_up_while_others_train(self, progress: _CatchUp, state: GroupState) -> bool:
@@ -400,13 +402,14 @@ class ReplicaGroups:
 
         It takes part in the exchange and votes, without samples.
         """
+        if self._counts is None and not self._exchange_counts([0.0] * state.num_counts):
+            return False
         while True:
-            if not progress.is_loaded and self._all_ranks(progress.future.done()):
-                if not self._all_ranks(progress.future.exception() is None):
+            if not progress.is_loaded and self._ranks.all_agree(progress.future.done()):
+                if not self._ranks.all_agree(progress.future.exception() is None):
                     _log.warning("state transfer failed: %s", progress.future.exception())
-                    self._close_exchange()
                     self._catch_up = None
-                    return False
+                    return self._leave_epoch(state)
                 state.adopt(progress.future.result().state)
                 progress.is_loaded = True
                 self._print_line(
@@ -422,9 +425,10 @@ class ReplicaGroups:
             gradients, sums = summed
             if progress.missed_steps and sums.last_updated is None:
                 self._print_line(f"step {self._step}: the state is loaded again")
-                self._close_exchange()
+                if self._vote(self._step + 1, ok=True, last=True):
+                    self._note_commit(sums)
                 self._abandon_catch_up()
-                return False
+                return True
             if not self._vote(self._step + 1, ok=True):
                 return True
             self._note_commit(sums)
@@ -436,13 +440,28 @@ class ReplicaGroups:
             if self._joins:
                 return self._admit(state)
 
+    def _leave_epoch(self, state: GroupState) -> bool:
+        """Take part in one more step without samples, and end the epoch after it, so that the other
+        groups discard no step when this one joins again. Return False if a group was lost."""
+        summed = self._sum_without_samples(state)
+        if summed is None:
+            return False
+        if self._vote(self._step + 1, ok=True, last=True):
+            self._note_commit(summed[1])
+        return True
+
     def _sum_without_samples(
-        self, state: GroupState, *, is_ready: bool
+        self,
+        state: GroupState,
+        *,
+        is_ready: bool = False,
+        requests: Sequence[float] = (0.0,) * NUM_SHARED_REQUESTS,
+        counts: Sequence[float] | None = None,
     ) -> tuple[list[Tensor], GroupSums] | None:
-        """Return the gradients and sums of a step that the other groups compute; None: a group was
-        lost."""
+        """Return the gradients and sums of a step that the other groups compute, or that is
+        skipped; None: a group was lost."""
         gradients, losses, max_logit = state.create_zero_sums()
-        requests, counts = [0.0] * NUM_SHARED_REQUESTS, [0.0] * state.num_counts
+        counts = [0.0] * state.num_counts if counts is None else counts
         sums: list[GroupSums] = []
 
         def exchange() -> None:
@@ -491,21 +510,23 @@ class ReplicaGroups:
         self._set_shares(holdings, epoch, state)
         return True
 
-    def _all_ranks(self, value: bool) -> bool:
-        """Return whether a value is true on all ranks of the group."""
-        return not all_reduce_(torch.tensor([float(not value)]), self.mesh.world).item()
-
-    def build_loader(self, build: Callable[[GroupShare, tuple[int, ...] | None], Loader]) -> bool:
+    def build_loader(self, build: BuildLoader) -> bool:
         """Build the loader of the steps of this epoch; return False if another epoch must be
         entered first."""
         self._loader = build(self.share, self.samples)
         if self._counts is not None or self.is_diloco:
             return True
-        vector = torch.tensor(self._loader.peek_counts(), dtype=torch.float64)
-        exchange = self._exchange
-        assert exchange is not None and self._epoch is not None, "an epoch has begun"
+        if self._exchange_counts(self._loader.peek_counts()):
+            return True
+        self._vote(self._step + 1, ok=False)
+        return False
+
+    def _exchange_counts(self, counts: Sequence[float]) -> bool:
+        """Sum the counts of the next step over the groups, in which they are not known; return
+        whether no group was lost."""
+        vector, exchange = torch.tensor(counts, dtype=torch.float64), self._exchange
+        assert exchange is not None, "an epoch has begun"
         if not self._succeeds_on_all_ranks(lambda: exchange.all_reduce_([vector])):
-            self._vote(self._epoch.step + 1, ok=False)
             return False
         self._counts = vector.tolist()
         return True
@@ -518,22 +539,11 @@ class ReplicaGroups:
 
     # --- steps
 
-    def read_batches(self, state: GroupState) -> StepBatches:
+    def read_batches(self) -> StepBatches:
         """Return the batches of this group in the next step, with the counts of the global
         batch."""
         batches = self.loader.next()
-        if self.is_diloco:  # normalized by the labels of this group
-            return replace(batches, num_microbatches=None)
-        train = self.run.train
-        samples = tuple(range(state.batch_size)) if self.samples is None else self.samples
-        assignment = GroupAssignment(
-            samples=samples,
-            share=self.share,
-            micro_batch_size=train.micro_batch_size,
-            dp=self.mesh.dp.size,
-            counts=build_microbatch_counts(self.run.parallel, self.run.model),
-        )
-        self._attempt = _UncommittedStep({*assignment.list_own_samples()} | self._kept.samples)
+        self._attempt = _UncommittedStep({*self.loader.group_samples} | self._kept.samples)
         assert self._counts is not None, "the counts were exchanged in the step before"
         return self.loader.with_counts(batches, self._counts)
 
@@ -545,8 +555,8 @@ class ReplicaGroups:
         max_logit: Tensor | None,
         scale: float,
     ) -> GroupSums:
-        """Sum gradients in place, losses and requests over the groups, after adding what this group
-        has kept of the step. Not collective over the mesh.
+        """Sum gradients and routing statistics in place, losses and requests over the groups, after
+        adding what this group has kept of the step. Not collective over the mesh.
 
         max_logit: float64 [1]; scale: loss scale of the gradients. The message also has the counts
         of the next step.
@@ -562,9 +572,10 @@ class ReplicaGroups:
         self._attempt.losses, self._attempt.max_logit = losses, max_logit
         counts = self.loader.peek_counts()
         try:
-            self._sums = self._sum_over_groups(
-                gradients, losses, requests, max_logit, counts, scale
-            )
+            with self._ranks.waiting():
+                self._sums = self._sum_over_groups(
+                    gradients, losses, requests, max_logit, counts, scale
+                )
             return self._sums
         except GroupExchangeError as error:
             _log.warning("the gradients were not summed over the replica groups: %s", error)
@@ -602,7 +613,7 @@ class ReplicaGroups:
         numbers = [*requests, *counts, *status, *ready, *logits]
         vector = torch.cat([host, torch.tensor(numbers, dtype=torch.float64)])
         exchange.all_reduce_([*gradients, vector])
-        sums, shared, summed_counts, summed_status, joins, largest = _split(
+        sums, shared, summed_counts, summed_status, joins, largest = _split_values(
             vector.tolist(), len(host), len(requests), len(counts), 3, groups
         )
         active = [
@@ -658,9 +669,10 @@ class ReplicaGroups:
     def _load_state(self, progress: _CatchUp, state: GroupState) -> bool:
         """Wait for the state of another group, and continue from it; return False if it was
         lost."""
-        wait([progress.future])
+        with self._ranks.waiting():
+            wait([progress.future])
         self._catch_up = None
-        if not self._all_ranks(progress.future.exception() is None):
+        if not self._ranks.all_agree(progress.future.exception() is None):
             _log.warning("state transfer failed: %s", progress.future.exception())
             self._close_exchange()
             return False
@@ -682,13 +694,13 @@ class ReplicaGroups:
             copy.copy_(gradient)
         return copies
 
-    def commit(self, step: int, *, ok: bool) -> bool:
+    def commit(self, step: int, *, ok: bool, last: bool = False) -> bool:
         """Vote about step number `step`, and return whether all participants apply its update.
 
         After a discarded step the next epoch begins, in which the samples of lost groups are
-        computed again.
+        computed again. `last`: this group ends after the step.
         """
-        if self._vote(step, ok=ok):
+        if self._vote(step, ok=ok, last=last):
             self._spare = self._attempt.gradients
             self._kept, self.samples = _UncommittedStep(), None
             assert self._sums is not None, "the step was committed, so it was summed"
@@ -697,16 +709,32 @@ class ReplicaGroups:
         self._kept = self._attempt
         return False
 
+    def skip_step(self, state: GroupState, requests: Sequence[float]) -> Sequence[float] | None:
+        """Agree with the other groups on a step without samples, after the loader of the next step
+        was built; return the number of groups with each kind of shared request, or None if the
+        step was discarded."""
+        self._kept = self._attempt = _UncommittedStep()
+        counts = self.loader.peek_counts()
+        summed = self._sum_without_samples(state, requests=requests, counts=counts)
+        if summed is None:
+            self.commit(self._step + 1, ok=False)
+            return None
+        self._sums = summed[1]
+        if not self.commit(self._step + 1, ok=True):
+            return None
+        self.note_update(updated=False)
+        return summed[1].requests
+
     def note_update(self, *, updated: bool) -> None:
         """Note whether the committed step has changed the weights."""
         self._last_updated = updated
 
-    def _vote(self, step: int, *, ok: bool) -> bool:
+    def _vote(self, step: int, *, ok: bool, last: bool = False) -> bool:
         epoch, has_state = self._epoch, self._is_complete and self._catch_up is None
         assert epoch is not None, "an epoch has begun"
-        decision = self._ask_coordinator(
+        decision = self._ranks.ask_coordinator(
             lambda coordinator: coordinator.vote(
-                epoch=epoch.number, step=step, ok=ok, has_state=has_state
+                epoch=epoch.number, step=step, ok=ok, last=last, has_state=has_state
             )
         )
         if not decision.commit:
@@ -718,9 +746,9 @@ class ReplicaGroups:
 
     def leave(self) -> None:
         """End the participation of this group, whose run has ended."""
-        if self._coordinator is not None:
+        if self._ranks.coordinator is not None:
             with suppress(UserError, OSError):
-                self._coordinator.leave()
+                self._ranks.coordinator.leave()
         self.close()
 
     def close(self) -> None:
@@ -729,59 +757,16 @@ class ReplicaGroups:
         self._listener.close()
         self._server.close()
         self._loading.shutdown(wait=False, cancel_futures=True)
-        if self._coordinator is not None:
-            self._coordinator.close()
-        for threads in (self._threads, self._exchange_thread):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
+        self._ranks.close()
+        if self._exchange_thread is not None:
+            self._exchange_thread.shutdown(wait=False, cancel_futures=True)
 
     # --- within the group
 
-    def _ask_coordinator(self, request: Callable[[Coordinator], T]) -> T:
-        """Return rank 0's result of a request on all ranks."""
-        coordinator, world = self._coordinator, self.mesh.world
-        if self._threads is None:
-            assert coordinator is not None, "rank 0 is connected to the coordinator"
-            try:
-                return request(coordinator)
-            except CoordinatorInterrupted as error:
-                raise FinishedRunError from error
-        future: Future[T] | None = None
-        if coordinator is not None:
-            future = self._threads.submit(request, coordinator)
-        outcome: tuple[T | None, Exception | None] = None, None
-        while True:
-            is_done = torch.zeros(1)
-            if future is not None:
-                try:
-                    outcome = future.result(POLL_SECONDS), None
-                    is_done.fill_(1)
-                except TimeoutError:
-                    pass
-                except CoordinatorInterrupted:
-                    outcome = None, FinishedRunError()
-                    is_done.fill_(1)
-                except UserError as error:
-                    outcome = None, error
-                    is_done.fill_(1)
-            if all_reduce_(is_done, world).item():
-                break
-        # tuple[T | None, Exception | None]: the outcome on rank 0
-        value, failure = cast(tuple[Any, Exception | None], gather_objects(outcome, world)[0])
-        if failure is not None:
-            raise failure
-        return cast(T, value)
-
     def _succeeds_on_all_ranks(self, work: Callable[[], None]) -> bool:
-        """Run `work` on every rank of the group; return whether no group was lost on any."""
-        failed = torch.zeros(1)
-        try:
-            work()
-        except GroupExchangeError as error:
-            _log.warning("%s", error)
-            failed.fill_(1)
-            self._close_exchange()  # the peers fail at once
-        return not all_reduce_(failed, self.mesh.world).item()
+        """Run `work` on every rank of the group; return whether no group was lost on any. Where one
+        was, the exchange is closed, so that the peers fail at once."""
+        return self._ranks.succeeds(work, self._close_exchange)
 
     def _close_exchange(self) -> None:
         if self._exchange is not None:
@@ -803,7 +788,7 @@ def _read_last_update(sums: Sequence[float]) -> bool | None:
     return sums[0] > 0 if sums[1] > 0 else None
 
 
-def _split(values: list[float], *sizes: int) -> tuple[list[float], ...]:
+def _split_values(values: list[float], *sizes: int) -> tuple[list[float], ...]:
     """Return consecutive parts of these sizes, and the rest."""
     parts, start = [], 0
     for size in sizes:
@@ -832,5 +817,63 @@ def _broadcast_json(
     return received
 
 
-class FinishedRunError(Exception):
-    """The other groups have finished the run while this one waited for them."""
+class ReplicaGroupSync:
+    """Sums the gradients of each step over replica groups; see `StepSynchronizer`."""
+
+    allows_reruns = allows_rollbacks = False
+    """A rerun would compare the ranks of one group only, and committed steps are final."""
+
+    def __init__(self, groups: ReplicaGroups, state: GroupState) -> None:
+        self._groups, self._state = groups, state
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this group writes the checkpoints."""
+        return self._groups.is_writer
+
+    @property
+    def changes_epoch(self) -> bool:
+        """Whether other groups compute the next step."""
+        return self._groups.changes_epoch
+
+    def enter(self) -> None:
+        """Begin the next epoch; see `ReplicaGroups.enter`."""
+        self._groups.enter(self._state)
+
+    def build_loader(self, build: BuildLoader) -> Loader:
+        """Return the loader of this group's samples in the epoch."""
+        while not self._groups.build_loader(build):
+            self.enter()
+        return self._groups.loader
+
+    def read_batches(self, loader: Loader) -> StepBatches:
+        """Return the batches of this group, with the counts of the global batch."""
+        return self._groups.read_batches()
+
+    def sum_step(
+        self,
+        gradients: Sequence[Tensor],
+        losses: Tensor,
+        requests: Sequence[float],
+        max_logit: Tensor | None,
+        scale: float,
+    ) -> StepSums:
+        """Sum the values of a step over the groups."""
+        summed = [*gradients, *self._state.list_routing_sums()]
+        return self._groups.sum_step(summed, losses, requests, max_logit, scale)
+
+    def commit(self, step: int, *, ok: bool, last: bool = False) -> bool:
+        """Vote about a step; return whether all groups apply its update."""
+        return self._groups.commit(step, ok=ok, last=last)
+
+    def note_update(self, *, updated: bool) -> None:
+        """Note whether the committed step has changed the weights."""
+        self._groups.note_update(updated=updated)
+
+    def skip_step(self, requests: Sequence[float]) -> Sequence[float] | None:
+        """Agree with the other groups on a step without samples."""
+        return self._groups.skip_step(self._state, requests)
+
+    def after_step(self) -> bool:
+        """Return False: the next step begins with the same samples."""
+        return False

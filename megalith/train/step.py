@@ -38,8 +38,9 @@ from megalith.train.forward_backward import (
     StepLogitStats,
     collect_logit_stats,
 )
+from megalith.train.moe import list_routing_sums
 from megalith.train.objective import MAIN_LOSS, build_loss_normalizer
-from megalith.train.replica_groups import ReplicaGroups
+from megalith.train.synchronizer import SINGLE_JOB, StepSynchronizer
 
 
 class WriteGuard:
@@ -303,27 +304,26 @@ def train_step(
     weight_decay: float,
     hooks: StepHooks = NO_HOOKS,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-    replica_groups: ReplicaGroups | None = None,
+    synchronizer: StepSynchronizer = SINGLE_JOB,
     step: int = 0,
 ) -> StepResult:
     """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
 
-    `groups`: learning rate and weight decay of `optim.groups`. `replica_groups`: the other jobs of
-    which this step, number `step`, is a part.
+    `groups`: learning rate and weight decay of `optim.groups`. `synchronizer`: of this step, number
+    `step`, with other replica groups.
 
     Raises:
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
         CallbackError: a callback requests more than `MAX_RERUNS` reruns.
     """
-    backward = _run_backward(trainer, batches, hooks, replica_groups)
-    if replica_groups is not None and backward.is_partial:
-        replica_groups.commit(step, ok=False)
+    backward = _run_backward(trainer, batches, hooks, synchronizer)
+    if backward.is_partial:
+        synchronizer.commit(step, ok=False)
         return _build_result(backward, requests=StepRequest.NONE, is_committed=False)
-    requests = _decide(backward, hooks)
-    if replica_groups is not None:
-        requests = _limit_to_groups(requests)
-        if not replica_groups.commit(step, ok=True):
-            return _build_result(backward, requests=StepRequest.NONE, is_committed=False)
+    requests = _limit_to_groups(_decide(backward, hooks), synchronizer)
+    ends_run = bool(requests & (StepRequest.STOP | StepRequest.STOP_NOW))
+    if not synchronizer.commit(step, ok=True, last=ends_run):
+        return _build_result(backward, requests=StepRequest.NONE, is_committed=False)
     after_step = StepRequest.NONE  # requests that a rerun does not fulfill
     while requests & RERUNS:
         after_step |= requests & ~RERUNS
@@ -337,8 +337,7 @@ def train_step(
         trainer.loss_scale.update(overflow=not stats.is_finite)
     reason = _find_skipped_reason(trainer, stats, applies=applies)
     updates = not reason
-    if replica_groups is not None:
-        replica_groups.note_update(updated=updates)
+    synchronizer.note_update(updated=updates)
     update_norm: float | None = None
     if updates:
         update_norm = _update(
@@ -401,9 +400,11 @@ def _update(
 
 
 def create_zero_sums(trainer: Trainer) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Return gradients, losses and largest logit (None: it is not logged) of a step without
-    samples, for a replica group that takes part in its sums."""
+    """Return gradients with routing statistics, losses and largest logit (None: it is not logged)
+    of a step without samples, for a replica group that takes part in its sums."""
     gradients = [torch.zeros_like(param.gradient) for param in trainer.data.local_params]
+    routing = list_routing_sums(trainer.pipeline_model.modules, trainer.device)
+    gradients += [torch.zeros_like(each) for each in routing]
     logs_logits = trainer.pipeline_model.logit_stats is not None
     num_losses = len(trainer.pipeline_model.objective.losses) + logs_logits
     losses = torch.zeros(num_losses, dtype=torch.float64, device=trainer.device)
@@ -420,12 +421,14 @@ def replay_update(
     groups: Mapping[str, GroupRates],
 ) -> None:
     """Repeat the update of a step from gradients that are summed over ranks and replica groups and
-    have this loss scale. Collective; with the message of a step, so that the norm has the same
-    bits."""
+    have this loss scale, and routing statistics. Collective; with the message of a step, so that
+    the norm has the same bits."""
     local_params = trainer.data.local_params
     trainer.data.wait_params()
-    for param, gradient in zip(local_params, gradients, strict=True):
-        param.gradient.copy_(gradient)
+    routing = list_routing_sums(trainer.pipeline_model.modules, trainer.device)
+    targets = [*(param.gradient for param in local_params), *routing]
+    for target, values in zip(targets, gradients, strict=True):
+        target.copy_(values)
     _, losses, _ = create_zero_sums(trainer)
     norm = reduce_step_stats(trainer, local_params, losses)[0].sqrt() / scale
     _update(trainer, local_params, norm, scale, lr, weight_decay, groups)
@@ -452,21 +455,21 @@ def _build_result(
     )
 
 
-def _limit_to_groups(requests: StepRequest) -> StepRequest:
+def _limit_to_groups(requests: StepRequest, synchronizer: StepSynchronizer) -> StepRequest:
     """Return the requests that a step with replica groups can execute.
 
-    A rerun would compare the ranks of one group only, so the step is not repeated; gradients that
-    are not finite are skipped as always.
+    A rerun of summed gradients would compare the ranks of one group only, so the step is not
+    repeated; gradients that are not finite are skipped as always.
 
     Raises:
         CallbackError: a rollback was requested.
     """
-    if StepRequest.ROLLBACK in requests:
+    if StepRequest.ROLLBACK in requests and not synchronizer.allows_rollbacks:
         raise CallbackError(
             "a callback requested a rollback, which is not possible with replica_group. Request "
             "SKIP or STOP instead, or run without the callback."
         )
-    return requests & ~RERUNS
+    return requests if synchronizer.allows_reruns else requests & ~RERUNS
 
 
 def _copy_master_weights(trainer: Trainer) -> list[Tensor]:
@@ -516,7 +519,7 @@ def _run_backward(
     trainer: Trainer,
     batches: StepBatches,
     hooks: StepHooks,
-    replica_groups: ReplicaGroups | None = None,
+    synchronizer: StepSynchronizer = SINGLE_JOB,
     *,
     is_rerun: bool = False,
 ) -> _Backward:
@@ -541,25 +544,26 @@ def _run_backward(
     requests_of_rank = hooks.after_backward(local_params)
     with trainer.timers.section("step_stats"):
         logit_stats = _collect_logit_stats(trainer)
-        local_losses, largest, failed = losses, None, False
+        local_losses, largest = losses, None
         if logit_stats is not None:
             local_losses = torch.cat([losses - logit_stats.z, logit_stats.z[:1]])
             largest = logit_stats.largest
-        if replica_groups is not None:
-            shared = [float(kind in requests_of_rank) for kind in _SHARED_WITH_GROUPS]
-            gradients = [param.gradient for param in local_params]
-            over_groups = replica_groups.sum_step(gradients, local_losses, shared, largest, scale)
-            local_losses, largest = over_groups.losses, over_groups.max_logit
-            failed = over_groups.failed
-            for kind, count in zip(_SHARED_WITH_GROUPS, over_groups.requests, strict=True):
-                requests_of_rank |= kind if count else StepRequest.NONE
+        over_groups = synchronizer.sum_step(
+            [param.gradient for param in local_params],
+            local_losses,
+            count_shared_requests(requests_of_rank),
+            largest,
+            scale,
+        )
+        largest = over_groups.max_logit
+        requests_of_rank |= read_shared_requests(over_groups.requests)
         message = reduce_step_stats(
             trainer,
             local_params,
-            local_losses,
+            over_groups.losses,
             requests_of_rank,
             hooks.count_saves(),
-            failed=failed,
+            failed=over_groups.failed,
         )
         squares, zeros, *sums = (
             message if largest is None else torch.cat([message, largest])
@@ -778,6 +782,20 @@ def reduce_requests(requests: StepRequest, mesh: Mesh, device: torch.device) -> 
     counts = [float(kind in requests) for kind in StepRequest]
     message = torch.tensor(counts, dtype=torch.float64, device=device)
     return resolve_requests(_read_requests(all_reduce_(message, mesh.world).tolist()))
+
+
+def count_shared_requests(requests: StepRequest) -> list[float]:
+    """Return 1 for each kind of shared request that a replica group has, otherwise 0."""
+    return [float(kind in requests) for kind in _SHARED_WITH_GROUPS]
+
+
+def read_shared_requests(counts: Sequence[float]) -> StepRequest:
+    """Return the shared requests of all replica groups, from the number of groups with each
+    kind."""
+    requests = StepRequest.NONE
+    for kind, count in zip(_SHARED_WITH_GROUPS, counts, strict=True):
+        requests |= kind if count else StepRequest.NONE
+    return requests
 
 
 def _read_requests(counts: Sequence[float]) -> StepRequest:

@@ -260,6 +260,37 @@ def test_replaced_or_withdrawn_snapshot_ends_the_transfer() -> None:
         assert_equal(entries, build_entries(0, 1, dim=0, step=9))
 
 
+def test_released_or_declined_snapshot_is_not_waited_for() -> None:
+    entries = build_entries(0, 1, dim=0, step=0)
+    with offer(1) as (server,):
+        server.release()
+        with pytest.raises(SnapshotExpiredError):
+            fetch([server.address], entries)
+        server.offer(8, build_entries(0, 1, dim=0, step=8), {})
+        assert fetch([server.address], entries, step=8).step == 8
+        server.decline(9)
+        with pytest.raises(SnapshotExpiredError):
+            fetch([server.address], entries, step=9)
+
+
+def test_cancelled_transfer_ends_although_its_source_is_lost() -> None:
+    cancelled = threading.Event()
+    with offer(1) as (server,):
+        address = server.address
+    timer = threading.Timer(0.2, cancelled.set)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(StateTransferError, match=f"the transfer from {address} was cancelled"):
+        fetch(
+            [address],
+            build_entries(0, 1, dim=0, step=0),
+            timeout_seconds=60,
+            is_cancelled=cancelled.is_set,
+        )
+    assert time.monotonic() - started < 30, "the timeout is longer"
+    timer.join()
+
+
 def test_joining_group_waits_for_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_transfer, "WAIT_SECONDS", 0.05)
     server = StateServer("127.0.0.1", RUN, CPU)

@@ -1,12 +1,15 @@
-"""Sums over replica groups: equal bits in all groups for uneven sizes; a peer that is gone, slow or
+"""Sums over replica groups: equal bits in all groups for uneven sizes; a peer that is lost, slow or
 in an earlier epoch does not block or change a sum."""
 
+import fcntl
+import resource
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -136,10 +139,10 @@ def test_unresponsive_peer_fails_within_the_timeout() -> None:
         exchanges[1].all_reduce_([torch.ones(3)])
 
 
-def test_peer_that_is_gone_cannot_be_connected() -> None:
-    listener, gone = PeerListener.open("127.0.0.1"), PeerListener.open("127.0.0.1")
-    address = gone.address
-    gone.close()
+def test_peer_that_is_lost_cannot_be_connected() -> None:
+    listener, lost = PeerListener.open("127.0.0.1"), PeerListener.open("127.0.0.1")
+    address = lost.address
+    lost.close()
     member = RingMember(4, ("a", "b"), "a", 2, DIGEST)
     with pytest.raises(GroupExchangeError, match="epoch 4: rank 2 of group a cannot connect to gr"):
         connect_ring(listener, member, address, timeout_seconds=5)
@@ -199,6 +202,68 @@ def test_message_of_an_earlier_epoch_is_dropped() -> None:
         return tensor.tolist()
 
     assert run_all(exchanges, reduce) == [[3.0] * 5] * 2
+
+
+def test_connections_with_large_descriptors_are_used() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = 1024  # select() accepts smaller ones only
+    if hard != resource.RLIM_INFINITY and hard <= least + 16:
+        pytest.skip("this machine allows no descriptors above 1024")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, least + 16), hard))
+    try:
+        exchanges = connect_all(2)
+        for exchange in exchanges:
+            exchange.following = move_descriptor(exchange.following, least)
+            exchange.previous = move_descriptor(exchange.previous, least)
+        tensors = [torch.ones(1 << 20), torch.ones(1 << 20)]  # more than the buffers hold
+        run_all(exchanges, lambda exchange: exchange.all_reduce_([tensors[exchange.index]]))
+        assert tensors[0].min() == tensors[1].max() == 2
+        for exchange in exchanges:
+            exchange.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def move_descriptor(connection: socket.socket | None, least: int) -> socket.socket:
+    """Return the connection with a descriptor of at least `least`."""
+    assert connection is not None
+    moved = socket.socket(fileno=fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, least))
+    connection.close()
+    moved.setblocking(False)
+    return moved
+
+
+def test_connection_that_identifies_itself_too_slowly_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_exchange, "HELLO_SECONDS", 0.3)
+    listener = PeerListener.open("127.0.0.1")
+    host, _, port = listener.address.rpartition(":")
+    member = RingMember(2, ("g0", "g1"), "g0", 0, DIGEST)
+    stopped = threading.Event()
+
+    def send_slowly(slow: socket.socket) -> None:
+        for byte in RingMember(2, ("g0", "g1"), "g1", 0, DIGEST).hello():
+            if stopped.wait(0.1):
+                return
+            with suppress(OSError):
+                slow.sendall(bytes([byte]))
+
+    with (
+        socket.create_connection((host, int(port))) as slow,
+        socket.create_connection((host, int(port))) as peer,
+    ):
+        thread = threading.Thread(target=send_slowly, args=(slow,))
+        thread.start()
+        peer.sendall(RingMember(2, ("g0", "g1"), "g1", 0, DIGEST).hello())
+        started = time.monotonic()
+        listener.accept(member, "g1", started + 5).close()
+        assert time.monotonic() - started < 2, "40 bytes would take 4 s"
+        stopped.set()
+        thread.join()
+    listener.close()
+    with pytest.raises(GroupExchangeError, match="rank 0 of group g0 cannot accept the connection"):
+        listener.accept(member, "g1", time.monotonic() + 5)
 
 
 def test_groups_with_different_sizes_are_reported() -> None:

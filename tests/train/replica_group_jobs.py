@@ -2,11 +2,14 @@
 killed and started again."""
 
 import asyncio
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +32,49 @@ from megalith.train.replica_groups import GroupSums, ReplicaGroups
 from megalith.train.run_folder import RunFolder
 
 TIMEOUT_SECONDS = 20.0
+
+
+class CommitTimes:
+    """Times of the commits of a coordinator, sampled from a thread inside the context."""
+
+    INTERVAL_SECONDS = 0.005
+
+    def __init__(self, coordinator: "RunningCoordinator") -> None:
+        self._coordinator = coordinator
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.times: list[float] = []
+        """Time of each commit that was seen, in seconds of the monotonic clock."""
+        self.num_discarded = 0
+        """Steps that were discarded before the last commit."""
+
+    def _run(self) -> None:
+        committed = None
+        while not self._stopped.wait(self.INTERVAL_SECONDS):
+            if self._coordinator.committed_step != committed:
+                committed = self._coordinator.committed_step
+                self.times.append(time.monotonic())
+                self.num_discarded = self._coordinator.status["num_discarded"]
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time between two commits."""
+        return statistics.median(b - a for a, b in itertools.pairwise(self.times))
+
+    def measure_recoveries(self, losses: Sequence[float]) -> list[float]:
+        """Return the time from each loss of a group to the next commit."""
+        return [
+            min(each for each in self.times if each > lost + self.INTERVAL_SECONDS) - lost
+            for lost in losses
+        ]
+
+    def __enter__(self) -> "CommitTimes":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
 
 
 class RunningCoordinator:
@@ -58,6 +104,11 @@ class RunningCoordinator:
     def address(self) -> str:
         """Address for replica_group.coordinator."""
         return self.server.address
+
+    @property
+    def committed_step(self) -> int:
+        """Number of committed steps."""
+        return self.server._quorum.committed_step or 0
 
     @property
     def status(self) -> Mapping[str, Any]:
@@ -178,18 +229,18 @@ def patch_phases(
     sum_step, commit = ReplicaGroups.sum_step, ReplicaGroups.commit
     read_batches = ReplicaGroups.read_batches
 
-    def read(self: ReplicaGroups, state: Any) -> Any:
-        step[0] = state.step + 1
+    def read(self: ReplicaGroups) -> Any:
+        step[0] = self.num_committed + 1
         on_read(self, step[0])
-        return read_batches(self, state)
+        return read_batches(self)
 
     def sum_watched(self: ReplicaGroups, *arguments: Any) -> GroupSums:
         on_phase(self, step[0], "before_exchange")
         return sum_step(self, *arguments)
 
-    def commit_watched(self: ReplicaGroups, number: int, *, ok: bool) -> bool:
+    def commit_watched(self: ReplicaGroups, number: int, *, ok: bool, last: bool = False) -> bool:
         on_phase(self, step[0], "before_vote")
-        result = commit(self, number, ok=ok)
+        result = commit(self, number, ok=ok, last=last)
         if result:
             on_phase(self, step[0], "after_vote")
         return result
@@ -212,7 +263,12 @@ class Kill:
 
 
 def run_group_process(
-    address: str, group: str, settings: dict[str, Override], path: Path, kills: Sequence[Kill]
+    address: str,
+    group: str,
+    settings: dict[str, Override],
+    path: Path,
+    kills: Sequence[Kill],
+    pause_seconds: float,
 ) -> None:
     """Train as a group of one rank; the process of `GroupProcesses`."""
     torch.set_num_threads(1)
@@ -222,7 +278,10 @@ def run_group_process(
         if Kill(step, phase) in kills and groups.share.num_groups > 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with patch_phases(die):
+    def pause(groups: ReplicaGroups, step: int) -> None:
+        time.sleep(pause_seconds)
+
+    with patch_phases(die, pause):
         run_training(
             run, RunFolder(path / group), build_single_rank_mesh(), torch.device("cpu"), show=False
         )
@@ -235,13 +294,18 @@ class GroupProcesses:
     address: str
     settings: dict[str, Override]
     path: Path
+    pause_seconds: float = 0.0
+    """Time that is added to each step."""
     processes: dict[str, Any] = field(default_factory=dict)  # Any: of a multiprocessing context
-    num_kills: int = 0
-    """Processes that ended by SIGKILL."""
+    kill_times: list[float] = field(default_factory=list)
+    """Times at which processes ended by SIGKILL, in seconds of the monotonic clock."""
 
     def start(self, group: str, kills: Sequence[Kill] = ()) -> None:
         """Start the process of a group."""
-        arguments = (self.address, group, self.settings, self.path, list(kills))
+        arguments = (
+            *(self.address, group, self.settings, self.path, list(kills)),
+            self.pause_seconds,
+        )
         process = _context().Process(target=run_group_process, args=arguments, daemon=True)
         process.start()
         self.processes[group] = process
@@ -251,7 +315,7 @@ class GroupProcesses:
         that follows `step`, so that none is killed twice in a step."""
         for group, process in [*self.processes.items()]:
             if process.exitcode == -signal.SIGKILL:
-                self.num_kills += 1
+                self.kill_times.append(time.monotonic())
                 self.start(group, [kill for kill in kills[group] if kill.step > step + 1])
 
     def wait_for_any(self, seconds: float) -> None:
@@ -263,6 +327,10 @@ class GroupProcesses:
     def exit_codes(self) -> set[int | None]:
         """Exit codes of the newest process of each group; None: it runs."""
         return {process.exitcode for process in self.processes.values()}
+
+    def send_signal(self, group: str, number: signal.Signals) -> None:
+        """Send a signal to the process of a group."""
+        os.kill(self.processes[group].pid, number)
 
     def kill_all(self) -> None:
         """Kill all processes that run."""
