@@ -42,6 +42,7 @@ from megalith.serve.chat import create_chat_completion
 from megalith.serve.completions import create_completion
 from megalith.serve.embeddings import create_embeddings
 from megalith.serve.errors import ApiError, http_error, internal_error
+from megalith.serve.http_protocol import find_chunk_writer
 from megalith.serve.legacy import generate_legacy
 from megalith.serve.limits import check_content_type, parse_body, read_body
 from megalith.serve.models import (
@@ -273,7 +274,8 @@ def _build_handler(
         if endpoint.method != "GET" and endpoint.has_body:
             state.check_ready()  # before a large body is read
             body = await _read_json(state, request)
-        context = RequestContext(request_id, request.url.path, body)
+        writer = find_chunk_writer(request.scope)
+        context = RequestContext(request_id, request.url.path, body, writer)
         result = await run_until_disconnect(
             _start(endpoint.function(state, context)), request.receive
         )
