@@ -17,27 +17,45 @@ CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 
 class StreamConnection(h11.Connection):
-    """HTTP/1.1 connection that frames the chunks of a response itself.
+    """HTTP/1.1 connection that frames the chunks of a response itself, and sends the head of a
+    response with its first chunk.
 
-    h11 checks the states of both sides for each chunk, which do not change within a body, and takes
-    longer for that than all that the server does for a token. The bytes are the same.
+    h11 checks the states of both sides for each chunk, which do not change within a body. The bytes
+    are the same.
     """
 
     _is_chunked = False
     """Whether the response in progress has the transfer encoding chunked."""
 
-    def send(self, event: h11.Event) -> bytes | None:
-        """Return the bytes of an event.
+    _head = b""
+    """Of a response whose body has not begun."""
+
+    def send(  # type: ignore[override]  # the overloads of h11 say which events have no bytes
+        self, event: h11.Event
+    ) -> bytes | None:
+        """Return the bytes to send for an event.
 
         Raises:
             LocalProtocolError: the event is not allowed in the state of the connection.
         """
         if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
-            data = event.data
-            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            return self.encode_chunk(event.data)
         output = super().send(event)
         if type(event) is h11.Response:
-            self._is_chunked = output is not None and CHUNKED in output.lower()
+            self._head = output or b""
+            self._is_chunked = CHUNKED in self._head.lower()
+            return b""
+        if self._head and output is not None:
+            output, self._head = self._head + output, b""
+        return output
+
+    def encode_chunk(self, data: bytes) -> bytes:
+        """Return the bytes to send for a part of a body that is in progress."""
+        if not self._is_chunked:
+            return self.send(h11.Data(data=data)) or b""
+        output = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        if self._head:
+            output, self._head = self._head + output, b""
         return output
 
 
@@ -53,9 +71,10 @@ class StreamProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         size = config.h11_max_incomplete_event_size
-        self.conn = (
+        self.stream_connection = (
             StreamConnection(h11.SERVER) if size is None else StreamConnection(h11.SERVER, size)
         )
+        self.conn = self.stream_connection
         self._wrapped_app = self.app
         self.app = self._run_app
 
@@ -70,8 +89,9 @@ class ConnectionWriter:
     """Sends chunks of the body of the response in progress at once, past the layers of the
     application, which only forward them."""
 
-    def __init__(self, protocol: H11Protocol) -> None:
+    def __init__(self, protocol: StreamProtocol) -> None:
         self._cycle, self._flow = protocol.cycle, protocol.flow
+        self._connection, self._transport = protocol.stream_connection, protocol.transport
 
     @property
     def is_ready(self) -> bool:
@@ -82,8 +102,7 @@ class ConnectionWriter:
 
     def write(self, data: bytes) -> None:
         """Send a chunk, if `is_ready`."""
-        output = self._cycle.conn.send(h11.Data(data=data))
-        self._cycle.transport.write(output or b"")
+        self._transport.write(self._connection.encode_chunk(data))
 
 
 def find_chunk_writer(scope: AsgiMessage) -> ConnectionWriter | None:
