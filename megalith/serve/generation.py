@@ -167,6 +167,9 @@ class ChunkWriter(Protocol):
     def write(self, data: bytes) -> None:
         """Send a chunk, if `is_ready`."""
 
+    def hold(self, data: bytes) -> None:
+        """Send a chunk with the end of the response, which follows at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class DirectStream:

@@ -17,8 +17,8 @@ CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 
 class StreamConnection(h11.Connection):
-    """HTTP/1.1 connection that frames the chunks of a response itself, and sends the head of a
-    response with its first chunk.
+    """HTTP/1.1 connection that frames the chunks of a response itself, and sends its head with the
+    first chunk: each call of the system costs as much as all else for a token.
 
     h11 checks the states of both sides for each chunk, which do not change within a body. The bytes
     are the same.
@@ -27,8 +27,8 @@ class StreamConnection(h11.Connection):
     _is_chunked = False
     """Whether the response in progress has the transfer encoding chunked."""
 
-    _head = b""
-    """Of a response whose body has not begun."""
+    _held = b""
+    """Bytes to send with the next event that has some."""
 
     def send(  # type: ignore[override]  # the overloads of h11 say which events have no bytes
         self, event: h11.Event
@@ -42,20 +42,26 @@ class StreamConnection(h11.Connection):
             return self.encode_chunk(event.data)
         output = super().send(event)
         if type(event) is h11.Response:
-            self._head = output or b""
-            self._is_chunked = CHUNKED in self._head.lower()
+            self._held = output or b""
+            self._is_chunked = CHUNKED in self._held.lower()
             return b""
-        if self._head and output is not None:
-            output, self._head = self._head + output, b""
+        if output or type(event) is h11.EndOfMessage:
+            output = self._add_held(output or b"")
         return output
 
     def encode_chunk(self, data: bytes) -> bytes:
         """Return the bytes to send for a part of a body that is in progress."""
         if not self._is_chunked:
             return self.send(h11.Data(data=data)) or b""
-        output = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-        if self._head:
-            output, self._head = self._head + output, b""
+        return self._add_held(b"%x\r\n%b\r\n" % (len(data), data)) if data else b""
+
+    def hold(self, data: bytes) -> None:
+        """Send a part of a body with the next event: the last one with the end of the body."""
+        self._held = self.encode_chunk(data)
+
+    def _add_held(self, output: bytes) -> bytes:
+        if self._held:
+            output, self._held = self._held + output, b""
         return output
 
 
@@ -103,6 +109,10 @@ class ConnectionWriter:
     def write(self, data: bytes) -> None:
         """Send a chunk, if `is_ready`."""
         self._transport.write(self._connection.encode_chunk(data))
+
+    def hold(self, data: bytes) -> None:
+        """Send a chunk with the end of the response, which follows at once."""
+        self._connection.hold(data)
 
 
 def find_chunk_writer(scope: AsgiMessage) -> ConnectionWriter | None:

@@ -24,6 +24,10 @@ def event(data: dict[str, Any]) -> bytes:
     return f"data: {_encode(data)}\n\n".encode()
 
 
+_MARK = uuid.uuid4().hex
+"""Text that occurs in no event."""
+
+
 class TextEvent:
     """Server-sent event of which only one text changes; all else is encoded once. The bytes are
     those of `event`.
@@ -36,8 +40,7 @@ class TextEvent:
 
     def __init__(self, build: Callable[[str], dict[str, Any]]) -> None:
         """`build`: returns the data of the event, given its text."""
-        mark = uuid.uuid4().hex
-        self._before, self._after = event(build(mark)).split(f'"{mark}"'.encode())
+        self._before, self._after = event(build(_MARK)).split(f'"{_MARK}"'.encode())
 
     def encode(self, text: str) -> bytes:
         """Return the event with a text."""

@@ -73,6 +73,10 @@ class Writer:
         self.chunks.append(data)
         self.num_written += 1
 
+    def hold(self, data: bytes) -> None:
+        """Record the last chunk."""
+        self.chunks.append(data)
+
 
 async def read_stream(
     stream: AsyncGenerator[bytes, None], generation: Generation, steps: Steps, writer: Writer
@@ -460,9 +464,10 @@ def test_chunks_have_the_bytes_of_h11(request_line: bytes, headers: list[tuple[s
     request = request_line + b"\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
     response = h11.Response(status_code=200, headers=[("x-request-id", "1"), *headers])
     connection, reference = StreamConnection(h11.SERVER), h11.Connection(h11.SERVER)
-    head, first, *expected = exchange(reference, request, response)
+    head, empty, first, *expected = exchange(reference, request, response)
     # the head is sent with what follows it
-    assert exchange(connection, request, response) == [b"", head + first, *expected]
+    parts = exchange(connection, request, response)
+    assert parts == [b"", empty, head + first, *expected] and not empty
     assert connection.our_state is reference.our_state
     with pytest.raises(h11.LocalProtocolError):
         connection.send(h11.Data(data=b"after the end"))
@@ -483,6 +488,21 @@ def test_part_of_a_body_has_the_bytes_of_its_event(version: bytes) -> None:
                 output += connection.send(h11.Data(data=data)) or b""
         outputs.append(output + (connection.send(h11.EndOfMessage()) or b""))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_last_part_of_a_body_is_sent_with_its_end(version: bytes) -> None:
+    connection, reference = StreamConnection(h11.SERVER), h11.Connection(h11.SERVER)
+    for each in (connection, reference):
+        each.receive_data(b"GET / HTTP/" + version + b"\r\nHost: a\r\n\r\n")
+        each.next_event()
+    response = h11.Response(status_code=200, headers=[])
+    assert connection.send(response) == b""
+    connection.hold(b"data: [DONE]\n\n")
+    assert connection.send(h11.Data(data=b"")) == b""
+    events = [response, h11.Data(data=b"data: [DONE]\n\n"), h11.EndOfMessage()]
+    expected = b"".join(reference.send(each) or b"" for each in events)
+    assert connection.send(h11.EndOfMessage()) == expected
 
 
 def test_connection_sends_several_responses() -> None:
