@@ -33,7 +33,7 @@ class TextEvent:
     those of `event`.
 
     >>> TextEvent(lambda text: {"a": [text], "b": None}).encode("é")
-    b'data: {"a":["\xc3\xa9"],"b":null}\n\n'
+    b'data: {"a":["\\xc3\\xa9"],"b":null}\\n\\n'
     """
 
     __slots__ = ("_after", "_before")
