@@ -60,7 +60,7 @@ class Client:
         yield self.generation
 
 
-class Writer:
+class ChunkRecorder:
     """Records the chunks of a stream."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Writer:
 
 
 async def read_stream(
-    stream: AsyncGenerator[bytes, None], generation: Generation, steps: Steps, writer: Writer
+    stream: AsyncGenerator[bytes, None], generation: Generation, steps: Steps, writer: ChunkRecorder
 ) -> None:
     """Read a stream while the engine makes its steps; one at a time is read completely."""
 
@@ -107,7 +107,7 @@ def build_state(num_choices: int) -> tuple[ServerState, Generation, Any]:
 
 
 def stream_completion(
-    steps: Steps, writer: Writer, *, is_direct: bool, usage: bool = True, **params: Any
+    steps: Steps, writer: ChunkRecorder, *, is_direct: bool, usage: bool = True, **params: Any
 ) -> list[bytes]:
     """The events of a completion."""
 
@@ -125,7 +125,7 @@ def stream_completion(
 
 def stream_chat(
     steps: Steps,
-    writer: Writer,
+    writer: ChunkRecorder,
     *,
     is_direct: bool,
     output: OutputFormat | None = None,
@@ -150,7 +150,7 @@ def stream_chat(
     return split_events(writer)
 
 
-def split_events(writer: Writer) -> list[bytes]:
+def split_events(writer: ChunkRecorder) -> list[bytes]:
     """The events of all chunks but the last, [DONE]."""
     events = b"".join(writer.chunks).split(b"\n\n")
     assert events[-2:] == [DONE.strip(), b""]
@@ -205,7 +205,7 @@ def test_unpaired_surrogate_in_a_text_is_an_error_in_both_forms() -> None:
 def test_directly_sent_completion_has_the_bytes_of_a_read_one(n: int, usage: bool) -> None:
     steps = [[update(text, choice=choice) for choice in range(n)] for text in (*TEXTS, "")]
     steps.append([update("end", choice=choice, end="length") for choice in range(n)])
-    direct, read = Writer(), Writer()
+    direct, read = ChunkRecorder(), ChunkRecorder()
     events = stream_completion(steps, direct, is_direct=True, usage=usage, n=n)
     assert mask(events) == mask(stream_completion(steps, read, is_direct=False, usage=usage, n=n))
     check_bytes(events, Completion)
@@ -228,7 +228,7 @@ def test_directly_sent_completion_has_the_bytes_of_a_read_one(n: int, usage: boo
 
 def test_tokens_of_a_choice_in_one_step_are_one_event() -> None:
     steps = [[update("a")], [update("b")], [update("c"), update(""), update("d")]]
-    writer = Writer()
+    writer = ChunkRecorder()
     events = mask(stream_completion([*steps, [update("", end="stop")]], writer, is_direct=True))
     texts = [choice["text"] for document in events for choice in document["choices"]]
     assert texts == ["a", "b", "cd", ""] and writer.num_written == 1
@@ -239,7 +239,7 @@ def test_logprobs_are_sent_by_the_reader() -> None:
     logprobs = [97, -0.5, [[97, -0.5], [98, -float("inf")]]]
     steps = [[update("a", logprobs=logprobs)] for _ in range(4)]
     steps.append([update("a", logprobs=logprobs, end="length")])
-    writer = Writer()
+    writer = ChunkRecorder()
     events = stream_completion(steps, writer, is_direct=True, logprobs=1)
     check_bytes(events, Completion)
     assert writer.num_written == 0
@@ -250,7 +250,7 @@ def test_logprobs_are_sent_by_the_reader() -> None:
         "top_logprobs": [{"a": -0.5, "b": -9999.0}],
         "text_offset": [2],
     }
-    writer = Writer()
+    writer = ChunkRecorder()
     events = stream_chat(steps, writer, is_direct=True, num_top=1, logprobs=1)
     check_bytes(events, ChatCompletionChunk)
     assert writer.num_written == 0
@@ -262,9 +262,9 @@ def test_logprobs_are_sent_by_the_reader() -> None:
 def test_directly_sent_chat_has_the_bytes_of_a_read_one(n: int) -> None:
     steps = [[update(text, choice=choice) for choice in range(n)] for text in (*TEXTS, "")]
     steps.append([update("", choice=choice, end="stop") for choice in range(n)])
-    direct = Writer()
+    direct = ChunkRecorder()
     events = stream_chat(steps, direct, is_direct=True, n=n)
-    assert mask(events) == mask(stream_chat(steps, Writer(), is_direct=False, n=n))
+    assert mask(events) == mask(stream_chat(steps, ChunkRecorder(), is_direct=False, n=n))
     check_bytes(events, ChatCompletionChunk)
     assert direct.num_written == len(TEXTS) - 1
     documents = mask(events)
@@ -290,9 +290,9 @@ def test_tool_calls_and_reasoning_are_sent_directly_when_they_are_complete() -> 
     text = "I think</think>Let me look: " + WEATHER
     steps = [[update(char)] for char in text]
     steps.append([update("", end="stop")])
-    direct = Writer()
+    direct = ChunkRecorder()
     events = stream_chat(steps, direct, is_direct=True, output=output, has_reasoning=True)
-    read = stream_chat(steps, Writer(), is_direct=False, output=output, has_reasoning=True)
+    read = stream_chat(steps, ChunkRecorder(), is_direct=False, output=output, has_reasoning=True)
     assert mask(events) == mask(read) and direct.num_written > 15
     for each in events:
         assert event(json.loads(each.removeprefix(b"data: "))) == each
@@ -305,7 +305,7 @@ def test_tool_calls_and_reasoning_are_sent_directly_when_they_are_complete() -> 
 
 
 def test_directly_sent_response_has_the_events_of_a_read_one() -> None:
-    def stream(writer: Writer, *, is_direct: bool) -> list[Any]:
+    def stream(writer: ChunkRecorder, *, is_direct: bool) -> list[Any]:
         async def run() -> None:
             state, generation, model = build_state(1)
             conversation = EncodedConversation(model, [1], SamplingParams(), OutputFormat(), False)
@@ -320,9 +320,9 @@ def test_directly_sent_response_has_the_events_of_a_read_one() -> None:
         lines = b"".join(writer.chunks).decode().split("\n")
         return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
-    direct = Writer()
+    direct = ChunkRecorder()
     events = stream(direct, is_direct=True)
-    read = stream(Writer(), is_direct=False)
+    read = stream(ChunkRecorder(), is_direct=False)
     assert direct.num_written == len(TEXTS) - 1
     assert [each["type"] for each in events] == [each["type"] for each in read]
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
@@ -337,7 +337,7 @@ def join_texts(updates: Sequence[tuple[int, TokenUpdate]]) -> bytes:
 
 
 def test_slow_client_gets_the_updates_of_its_reader_in_order() -> None:
-    writer = Writer()
+    writer = ChunkRecorder()
 
     async def run() -> list[str]:
         generation = Generation(1, [None])
@@ -382,7 +382,7 @@ def test_error_while_updates_are_encoded_reaches_the_reader() -> None:
 
     async def run() -> None:
         generation = Generation(1, [None])
-        generation.direct = DirectStream(Writer(), fail)
+        generation.direct = DirectStream(ChunkRecorder(), fail)
         reader = asyncio.create_task(generation.next())
         await asyncio.sleep(0)
         generation.put(0, update("a"))
@@ -394,7 +394,7 @@ def test_error_while_updates_are_encoded_reaches_the_reader() -> None:
 
 def test_failed_generation_ends_its_reader_after_updates_that_were_sent_directly() -> None:
     async def run() -> list[bytes]:
-        generation, writer = Generation(1, [None]), Writer()
+        generation, writer = Generation(1, [None]), ChunkRecorder()
         generation.direct = DirectStream(writer, lambda updates: b"x" * len(updates))
         reader = asyncio.create_task(generation.next())
         await asyncio.sleep(0)
@@ -410,7 +410,7 @@ def test_failed_generation_ends_its_reader_after_updates_that_were_sent_directly
 def test_wait_ends_when_nothing_was_sent_for_its_time() -> None:
     async def run() -> list[float]:
         loop = asyncio.get_running_loop()
-        generation, writer = Generation(1, [None]), Writer()
+        generation, writer = Generation(1, [None]), ChunkRecorder()
         sent = b"x"
         generation.direct = DirectStream(writer, lambda updates: sent)
         durations = []
