@@ -13,7 +13,8 @@ figure is the median over the rounds of a ratio of the same round, with quartile
 the dtype in which it is faster. The server tokenizes and sends text; its text is compared with that
 of `LLM` first. "Computing" is the CPU time of all processes of a contender, the client's included:
 the figure to read on a busy machine, where the number of processes decides on the share of the
-CPU; it is exact with --threads 1 only, since waiting threads spin.
+CPU; it is exact with --threads 1 only, since waiting threads spin. "HTTP process" is the CPU time
+of the process that has the port, per output token.
 """
 
 import argparse
@@ -81,7 +82,7 @@ class Figure:
     def print(self) -> None:
         """Print the figure and its parts."""
         for name, value in self.details.items():
-            print(f"  {name:30} {value:9.2f}")
+            print(f"  {name:36} {value:9.2f}")
         sign = ">=" if self.is_minimum else "<="
         print(f"{'holds ' if self.holds else 'MISSED'} {self.name}: {self.ratio} {sign} {self.bar}")
         if self.computing is not None:
@@ -126,14 +127,15 @@ class Turn:
     peer: HttpPeer | None
     """The server that it uses."""
 
-    def measure_cpu(self) -> float:
-        """Run it, and return the CPU time of this process and of the server."""
+    def measure_cpu(self) -> list[float]:
+        """Run it, and return the CPU time of this process, and of the processes of the server, that
+        which has the port first."""
         started = self._cpu_seconds()
         self.run()
-        return self._cpu_seconds() - started
+        return [end - start for start, end in zip(started, self._cpu_seconds(), strict=True)]
 
-    def _cpu_seconds(self) -> float:
-        return time.process_time() + (0 if self.peer is None else self.peer.cpu_seconds())
+    def _cpu_seconds(self) -> list[float]:
+        return [time.process_time(), *([] if self.peer is None else self.peer.cpu_seconds())]
 
 
 def compare_speed(
@@ -141,9 +143,12 @@ def compare_speed(
 ) -> Figure:
     """Return the output tokens per second of the server over those of the other system."""
     cpu_seconds: dict[str, list[float]] = {key: [] for key in contenders}
+    http_seconds: dict[str, list[float]] = {key: [] for key in contenders}
 
     def measure(key: str) -> None:
-        cpu_seconds[key].append(contenders[key].measure_cpu())
+        client, *server = contenders[key].measure_cpu()
+        cpu_seconds[key].append(client + sum(server))
+        http_seconds[key] += server[:1]
 
     calls = {key: partial(measure, key) for key in contenders}
     seconds = dict(take_turns(calls, rounds=rounds, warmup=1).seconds)
@@ -154,6 +159,9 @@ def compare_speed(
     for key, values in seconds.items():
         details[f"{key}, tokens/s"] = num_tokens / statistics.median(values)
         details[f"{key}, computing s"] = statistics.median(cpu_seconds[key][1:])
+        if http_seconds[key] and key.startswith("server "):
+            seconds_per_token = statistics.median(http_seconds[key][1:]) / num_tokens
+            details[f"{key}, HTTP process, us/token"] = 1e6 * seconds_per_token
     computing = times_as_fast(*(cpu_seconds[key][1:] for key in pair))
     ratio = times_as_fast(*(seconds[key] for key in pair))
     return Figure(name, ratio, bar, True, details, computing)

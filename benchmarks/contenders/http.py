@@ -49,11 +49,11 @@ class HttpPeer:
     fields: Mapping[str, Any]
     """Of every request to this server."""
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of all processes of the server."""
+    def cpu_seconds(self) -> list[float]:
+        """Return the CPU time of all processes of the server, that which has the port first."""
         root = psutil.Process(self.process.pid)
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-        return sum(each.user + each.system for each in times)
+        return [each.user + each.system for each in times]
 
     def post(self, path: str) -> None:
         """Send a request without a body."""

@@ -9,7 +9,7 @@ import math
 import textwrap
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from importlib import resources
 from typing import (
@@ -211,27 +211,34 @@ def field_ranges(cls: type) -> Mapping[str, FieldRange]:
 
 
 def range_problems(
-    section: object, path: str = "", *, kinds: tuple[type, ...] = (int, float)
+    section: object,
+    path: str = "",
+    *,
+    kinds: tuple[type, ...] = (int, float),
+    names: Sequence[str] | None = None,
 ) -> list[str]:
     """Return a message for every number of a config section, and of the sections in it, that is
     outside the range of its field, NaN or infinite.
 
-    path: dotted name of the section; kinds: types of the numbers that are checked.
+    path: dotted name of the section; kinds: types of the numbers that are checked; names: fields of
+    the section that are checked; None: all.
     """
     return [
         text
-        for name, value, valid in _iter_numbers(section, path, None)
+        for name, value, valid in _iter_numbers(section, path, None, names)
         if type(value) in kinds and (text := _range_problem(name, value, valid)) is not None
     ]
 
 
 def _iter_numbers(
-    value: object, path: str, valid: FieldRange | None
+    value: object, path: str, valid: FieldRange | None, names: Sequence[str] | None = None
 ) -> Iterator[tuple[str, float, FieldRange]]:
-    """Yield every number of a value with its dotted name and the range of its field."""
+    """Yield every number of a value with its dotted name and the range of its field; `names`: the
+    fields of a section that are read; None: all."""
     if is_dataclass(value) and not isinstance(value, type):
-        for name, inner in field_ranges(type(value)).items():
-            yield from _iter_numbers(getattr(value, name), join_path(path, name), inner)
+        ranges = field_ranges(type(value))
+        for name in ranges if names is None else names:
+            yield from _iter_numbers(getattr(value, name), join_path(path, name), ranges[name])
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _iter_numbers(item, f"{path}[{index}]", valid)

@@ -4,8 +4,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
 from megalith.config.fields import (
@@ -310,15 +310,22 @@ def sampling_problems(params: SamplingParams, *, vocab_size: int | None) -> list
 
     vocab_size: number of token ids of the model; None: ids are not compared with it.
     """
-    wrong_types = _type_problems(params)
-    # range_problems ignores None; the checks below cover token ids
-    unset: dict[str, Any] = dict.fromkeys([*wrong_types, *_TOKEN_ID_FIELDS])
-    problems = [*wrong_types.values(), *range_problems(replace(params, **unset))]
+    # servers check every request, most of which set few fields; defaults are valid
+    changed = [
+        name
+        for name, item in field_ranges(SamplingParams).items()
+        if getattr(params, name) is not item.default
+    ]
+    wrong_types = _type_problems(params, changed)
+    checked = [name for name in changed if name not in wrong_types]
+    # the checks of single fields cover token ids
+    numbers = [name for name in checked if name not in _TOKEN_ID_FIELDS]
+    problems = [*wrong_types.values(), *range_problems(params, names=numbers)]
     for name, check in _CHECKS.items():
-        if name not in wrong_types:
+        if name in checked:
             problems += check(params)
     for name in _TOKEN_ID_FIELDS:
-        if name not in wrong_types:
+        if name in checked:
             problems += _token_id_problems(params, name, vocab_size)
     if not {"min_tokens", "max_new_tokens"} & wrong_types.keys():
         problems += _min_tokens_problems(params)
@@ -362,11 +369,11 @@ _EXAMPLES: Mapping[str, str] = {
 """Values that messages about types recommend; the default of the other fields."""
 
 
-def _type_problems(params: SamplingParams) -> dict[str, str]:
-    """Return the message about every field whose value has another type, by name."""
+def _type_problems(params: SamplingParams, names: Iterable[str]) -> dict[str, str]:
+    """Return the message about every field of `names` whose value has another type, by name."""
     problems = {}
-    for name, hint in field_types(SamplingParams).items():
-        value = getattr(params, name)
+    for name in names:
+        value, hint = getattr(params, name), field_types(SamplingParams)[name]
         if not _matches(value, hint):
             option = union_options(hint)[0]
             words = (

@@ -111,6 +111,9 @@ class TextStream:
         """Add decoded text; return the part of the withheld and the new text that is final."""
         if self.stop_string is not None:
             return ""
+        if not self._matchers:  # nothing is withheld
+            self._parts.append(text)
+            return text
         self._withheld += text
         end, self.stop_string = self._find_end(len(text), can_stop)
         delta = self._withheld[:end]

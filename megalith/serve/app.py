@@ -42,6 +42,8 @@ from megalith.serve.chat import create_chat_completion
 from megalith.serve.completions import create_completion
 from megalith.serve.embeddings import create_embeddings
 from megalith.serve.errors import ApiError, http_error, internal_error
+from megalith.serve.generation import ChunkWriter
+from megalith.serve.http_protocol import find_chunk_writer
 from megalith.serve.legacy import generate_legacy
 from megalith.serve.limits import check_content_type, parse_body, read_body
 from megalith.serve.models import (
@@ -63,7 +65,7 @@ from megalith.serve.models import (
     wake_up,
 )
 from megalith.serve.responses import create_response
-from megalith.serve.sse import HEADERS, event, json_bytes
+from megalith.serve.sse import DONE, HEADERS, event, json_bytes
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.tokenization import detokenize, get_tokenizer_info, tokenize
 
@@ -273,7 +275,8 @@ def _build_handler(
         if endpoint.method != "GET" and endpoint.has_body:
             state.check_ready()  # before a large body is read
             body = await _read_json(state, request)
-        context = RequestContext(request_id, request.url.path, body)
+        writer = find_chunk_writer(request.scope)
+        context = RequestContext(request_id, request.url.path, body, writer)
         result = await run_until_disconnect(
             _start(endpoint.function(state, context)), request.receive
         )
@@ -281,7 +284,7 @@ def _build_handler(
             return await asyncio.to_thread(_json_response, result, request_id)
         if isinstance(result, dict):
             return _json_response(result, request_id)
-        return EventStream(*result, state=state, request_id=request_id)
+        return EventStream(*result, state=state, request_id=request_id, writer=writer)
 
     async def handle(request: Request) -> Response:
         return await _respond(state, request, respond, needs_key=endpoint.needs_key)
@@ -394,13 +397,14 @@ class EventStream(Response):
         *,
         state: ServerState,
         request_id: str,
+        writer: ChunkWriter | None = None,
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers=HEADERS | {"X-Request-Id": request_id}
         )
         del self.headers["content-length"]
         self._first, self._events = first, events
-        self._state, self._request_id = state, request_id
+        self._state, self._request_id, self._writer = state, request_id, writer
 
     async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Send the response."""
@@ -414,15 +418,21 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             await send(start)
             try:
-                await send(_chunk(self._first))
+                await self._send_events(send, self._first)
                 async for data in events:
-                    await send(_chunk(data))
+                    await self._send_events(send, data)
             except ApiError as error:
                 await send(_chunk(self._error_event(error)))
             except Exception:  # a bug: the client gets no details
                 _logger.exception("request %s failed", self._request_id)
                 await send(_chunk(self._error_event(internal_error(self._request_id))))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send, data: bytes) -> None:
+        if self._writer is not None and data.endswith(DONE):
+            self._writer.hold(data)
+        else:
+            await send(_chunk(data))
 
     def _error_event(self, error: ApiError) -> bytes:
         self._state.metrics.count_error(error.status)

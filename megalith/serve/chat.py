@@ -19,16 +19,19 @@ from megalith.infer.stopping_criteria import add_turn_end
 from megalith.serve.choices import (
     ChoiceDelta,
     Usage,
+    build_direct_stream,
     collect_choices,
     generate,
     iterate_deltas,
+    merge_texts,
     respond,
     run_if_large,
 )
 from megalith.serve.errors import invalid
-from megalith.serve.generation import Generation, PromptRequest
+from megalith.serve.generation import ChunkWriter, Generation, PromptRequest
 from megalith.serve.limits import MAX_TEMPLATE_VARIABLES_BYTES
 from megalith.serve.model_info import RenderedPrompt, ServedModel
+from megalith.serve.protocol import TokenUpdate
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
     RequestOptions,
@@ -37,7 +40,7 @@ from megalith.serve.sampling_fields import (
     read_options,
     read_params,
 )
-from megalith.serve.sse import DONE, PING, PING_SECONDS, event
+from megalith.serve.sse import DONE, PING, PING_SECONDS, TextEvent, event
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.token_text import chat_logprobs
 from megalith.serve.tools import OutputFormat, read_output_format
@@ -367,6 +370,7 @@ class _ChatResponse:
     def __init__(self, request: ChatRequest, state: ServerState) -> None:
         self._request, self._conversation, self._state = request, request.conversation, state
         self._parsers = [ChoiceParser(request.conversation) for _ in range(self._num_choices)]
+        self._text_events: dict[int, TextEvent] = {}
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if request.options.stream else "chat.completion",
@@ -390,24 +394,36 @@ class _ChatResponse:
             choices = await run_if_large(build, num_positions)
             return self._head | {"choices": choices, "usage": usage.to_json()}
 
-    async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the stream."""
+    async def stream(
+        self, uid: str, writer: ChunkWriter | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream but those that `writer` has sent, between two others."""
         async with self._generate(uid) as generation:
             usage = Usage(generation, len(self._conversation.token_ids))
             deltas = iterate_deltas(generation, interval=self._request.options.interval)
+            direct = build_direct_stream(
+                writer,
+                self._encode_updates,
+                usage,
+                interval=self._request.options.interval,
+                has_logprobs=self._request.top_logprobs is not None,
+            )
             events, sent = self._first_events(), time.monotonic()
             async with aclosing(deltas):
                 async for batch in deltas:
                     for (_, index), delta in batch:
                         usage.add(delta)
                         events += self._events(index, delta)
+                    if not generation.num_unfinished:  # the last events are sent at once
+                        break
                     # a parser may withhold text for long
                     if events or not batch or time.monotonic() - sent > PING_SECONDS:
                         yield b"".join(events) or PING
                         events, sent = [], time.monotonic()
+                        generation.direct = direct
             if self._request.options.include_usage:
-                yield event(self._head | {"choices": [], "usage": usage.to_json()})
-            yield DONE
+                events.append(event(self._head | {"choices": [], "usage": usage.to_json()}))
+            yield b"".join((*events, DONE))
 
     @property
     def _num_choices(self) -> int:
@@ -462,11 +478,37 @@ class _ChatResponse:
             ]
         if parsed.content or (delta.logprobs and not parts):
             parts["content"] = parsed.content
-        if parts:
+        if parts.keys() == {"content"} and self._request.top_logprobs is None:
+            events.append(self._text_event(index).encode(parsed.content))
+        elif parts:
             events.append(self._event(index, parts, logprobs=self._logprobs(delta)))
         if delta.finish_reason is not None:
             events.append(self._event(index, {}, end=delta))
         return events
+
+    def _encode_updates(
+        self, usage: Usage, updates: Sequence[tuple[int, TokenUpdate]]
+    ) -> bytes | None:
+        """Return the events of updates; None: a choice has ended."""
+        texts = merge_texts(updates)
+        if texts is None:
+            return None
+        usage.add_updates(updates)
+        return b"".join(
+            [
+                data
+                for (_, index), text in texts.items()
+                for data in self._events(index, ChoiceDelta(text))
+            ]
+        )
+
+    def _text_event(self, index: int) -> TextEvent:
+        """Return the event of a choice that has only content."""
+        if index not in self._text_events:
+            self._text_events[index] = TextEvent(
+                lambda text: self._chunk(index, {"content": text}, logprobs=None, end=None)
+            )
+        return self._text_events[index]
 
     def _event(
         self,
@@ -476,6 +518,17 @@ class _ChatResponse:
         logprobs: dict[str, Any] | None = None,
         end: ChoiceDelta | None = None,
     ) -> bytes:
+        return event(self._chunk(index, delta, logprobs=logprobs, end=end))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None,
+        end: ChoiceDelta | None,
+    ) -> dict[str, Any]:
+        """Return the JSON of an event."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
@@ -485,7 +538,7 @@ class _ChatResponse:
         if end is not None:
             choice["stop_reason"] = end.stop_reason
         extra = {"usage": None} if self._request.options.include_usage else {}
-        return event(self._head | {"choices": [choice]} | extra)
+        return self._head | {"choices": [choice]} | extra
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         num_top = self._request.top_logprobs

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from megalith.serve.errors import name_structured_output
-from megalith.serve.generation import Generation, PromptRequest
+from megalith.serve.generation import ChunkWriter, DirectStream, Generation, PromptRequest
 from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sse import PING_SECONDS
 from megalith.serve.state import RequestContext, ServerState
@@ -72,6 +73,10 @@ class Usage:
         """Count the tokens of a delta."""
         self.num_completion_tokens += len(delta.token_ids)
 
+    def add_updates(self, updates: Sequence[tuple[int, TokenUpdate]]) -> None:
+        """Count the tokens of updates that end no choice: each has one."""
+        self.num_completion_tokens += len(updates)
+
     def to_json(self) -> dict[str, Any]:
         """Return the usage object of the OpenAI API."""
         cached = sum(
@@ -85,14 +90,40 @@ class Usage:
         }
 
 
+def merge_texts(updates: Sequence[tuple[int, TokenUpdate]]) -> dict[ChoiceKey, str] | None:
+    """Return the new text of each choice; None: a choice has ended."""
+    texts: dict[ChoiceKey, str] = {}
+    for prompt, update in updates:
+        if update.finish_reason is not None:
+            return None
+        key = (prompt, update.choice)
+        texts[key] = texts.get(key, "") + update.text
+    return texts
+
+
+def build_direct_stream(
+    writer: ChunkWriter | None,
+    encode: Callable[[Usage, Sequence[tuple[int, TokenUpdate]]], bytes | None],
+    usage: Usage,
+    *,
+    interval: int,
+    has_logprobs: bool,
+) -> DirectStream | None:
+    """Return the sender of updates that need only their text; None: they need more. `interval`:
+    tokens between two chunks."""
+    if writer is None or interval > 1 or has_logprobs:
+        return None
+    return DirectStream(writer, partial(encode, usage))
+
+
 class GeneratedResponse(Protocol):
     """The response to a request that generates text."""
 
     async def complete(self, uid: str) -> dict[str, Any]:
         """Return the response when all choices are finished."""
 
-    def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the stream."""
+    def stream(self, uid: str, writer: ChunkWriter | None = None) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream but those that `writer` has sent, between two others."""
 
 
 async def respond(
@@ -111,7 +142,7 @@ async def respond(
     num_sequences = sum(prompt.params.n for prompt in prompts)
     state.check_capacity(num_sequences, sum(len(prompt.token_ids) for prompt in prompts))
     if stream:
-        return response.stream(context.request_id)
+        return response.stream(context.request_id, context.writer)
     return await response.complete(context.request_id)
 
 

@@ -167,6 +167,7 @@ class EngineClient:
         try:
             yield generation
         finally:
+            generation.close()
             for number in numbers:
                 if number in self._requests:
                     self._abort_engine_request(number)
@@ -237,7 +238,7 @@ class EngineClient:
             num_tokens=len(message.prompt_token_ids),
         )
         dp_rank = self._find_dp_rank(replica)
-        self._send(replica, replace(message, dp_rank=dp_rank))
+        self._send(replica, replace(message, dp_rank=dp_rank) if dp_rank else message)
         deadline_s = message.params.get("deadline_s")
         if dp_rank and deadline_s is not None:  # rank 0 knows only its own requests
             wait_s = message.arrival_time + deadline_s - time.monotonic()
@@ -261,7 +262,9 @@ class EngineClient:
         for index, choice in enumerate(self._requests[number].choices):
             if choice.finish_reason is None:
                 update = TokenUpdate(number, index, None, "", None, "abort", None, None, False)
-                self._put_update(update)
+                generation = self._add_update(update)
+                if generation is not None:
+                    generation.deliver()
 
     def _finish(self, number: int) -> None:
         """Remove a request."""
@@ -709,8 +712,10 @@ class EngineClient:
             case StepOutputs(prompts, updates, cache):
                 for item in prompts:
                     self._put_prompt(PromptResult(*item))
-                for item in updates:
-                    self._put_update(TokenUpdate(*item))
+                generations = [self._add_update(TokenUpdate(*item)) for item in updates]
+                for generation in dict.fromkeys(generations):  # each once
+                    if generation is not None:
+                        generation.deliver()
                 if cache is not None:
                     self._put_cache(replica, CacheReport(*cache))
             case RequestRejected(request_id, status, text):
@@ -775,21 +780,23 @@ class EngineClient:
         if request.generation.prompts[request.prompt] is None:  # else from a failed replica
             request.generation.prompts[request.prompt] = result
 
-    def _put_update(self, update: TokenUpdate) -> None:
+    def _add_update(self, update: TokenUpdate) -> Generation | None:
+        """Add an update to its generation, and return it; None: its choice has ended."""
         request = self._requests.get(update.request_id)
         if request is None:  # aborted
-            return
+            return None
         choice = request.choices[update.choice]
         if choice.finish_reason is not None:  # on a failed replica
-            return
+            return None
         if update.token is not None:
             choice.token_ids.append(update.token)
-        request.generation.put(request.prompt, update)
+        request.generation.add(request.prompt, update)
         if update.finish_reason is not None:
             choice.finish_reason = update.finish_reason
             self.num_sequences -= 1
             if request.num_unfinished == 0:
                 self._finish(update.request_id)
+        return request.generation
 
 
 def _log_error(result: "asyncio.Future[Answer]") -> None:

@@ -15,16 +15,18 @@ from megalith.serve.choices import (
     ChoiceDelta,
     ChoiceKey,
     Usage,
+    build_direct_stream,
     collect_choices,
     generate,
     iterate_deltas,
+    merge_texts,
     respond,
     run_if_large,
 )
 from megalith.serve.errors import ApiError, invalid
-from megalith.serve.generation import Generation, PromptRequest
+from megalith.serve.generation import ChunkWriter, Generation, PromptRequest
 from megalith.serve.model_info import ServedModel
-from megalith.serve.protocol import Logprobs
+from megalith.serve.protocol import Logprobs, TokenUpdate
 from megalith.serve.sampling_fields import (
     COMMON_FIELDS,
     RequestOptions,
@@ -34,7 +36,7 @@ from megalith.serve.sampling_fields import (
     read_options,
     read_params,
 )
-from megalith.serve.sse import DONE, PING, event
+from megalith.serve.sse import DONE, PING, TextEvent, event
 from megalith.serve.state import RequestContext, ServerState
 from megalith.serve.token_text import CompletionLogprobs
 
@@ -220,7 +222,11 @@ class _CompletionResponse:
             _echo_text(prompt, request.options.model.tokenizer) if request.echo else ""
             for prompt in request.prompts
         ]
-        self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
+        self._logprobs: dict[ChoiceKey, CompletionLogprobs] = {}
+        """Of the choices with outputs."""
+
+        self._text_events: dict[ChoiceKey, TextEvent] = {}
+        """Of the choices with outputs that were encoded as such."""
 
     async def complete(self, uid: str) -> dict[str, Any]:
         """Return the response when all choices are finished."""
@@ -232,22 +238,75 @@ class _CompletionResponse:
             choices = await self._build_choices(batch, generation)
             return self._head | {"choices": choices, "usage": usage.to_json()}
 
-    async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the stream."""
-        extra = {"usage": None} if self._request.options.include_usage else {}
+    async def stream(
+        self, uid: str, writer: ChunkWriter | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream but those that `writer` has sent, between two others."""
         async with generate(self._state, self._request.to_prompts(), uid) as generation:
             usage = Usage(generation, self._request.num_prompt_tokens)
+            generation.direct = build_direct_stream(
+                writer,
+                self._encode_updates,
+                usage,
+                interval=self._request.options.interval,
+                has_logprobs=self._request.params[0].logprobs is not None,
+            )
             deltas = iterate_deltas(generation, interval=self._request.options.interval)
+            events: list[bytes] = []
             async with aclosing(deltas):
                 async for batch in deltas:
                     for _, delta in batch:
                         usage.add(delta)
-                    choices = await self._build_choices(batch, generation)
-                    events = (event(self._head | {"choices": [one]} | extra) for one in choices)
-                    yield b"".join(events) or PING
+                    events = await self._encode(batch, generation)
+                    if generation.num_unfinished:  # else the last events are sent at once
+                        yield b"".join(events) or PING
             if self._request.options.include_usage:
-                yield event(self._head | {"choices": [], "usage": usage.to_json()})
-            yield DONE
+                events.append(event(self._head | {"choices": [], "usage": usage.to_json()}))
+            yield b"".join((*events, DONE))
+
+    async def _encode(
+        self, batch: Sequence[tuple[ChoiceKey, ChoiceDelta]], generation: Generation
+    ) -> list[bytes]:
+        """Return the events of consecutive outputs of choices."""
+        if all(self._has_text_only(key, delta) for key, delta in batch):
+            return [self._text_event(key).encode(delta.text) for key, delta in batch]
+        choices = await self._build_choices(batch, generation)
+        return [event(self._chunk(choice)) for choice in choices]
+
+    def _encode_updates(
+        self, usage: Usage, updates: Sequence[tuple[int, TokenUpdate]]
+    ) -> bytes | None:
+        """Return the events of updates; None: some have more than a text."""
+        texts = merge_texts(updates)
+        if texts is None or not texts.keys() <= self._text_events.keys():
+            return None
+        usage.add_updates(updates)
+        return b"".join(
+            [self._text_events[key].encode(text) for key, text in texts.items() if text]
+        )
+
+    def _has_text_only(self, key: ChoiceKey, delta: ChoiceDelta) -> bool:
+        """Whether outputs are neither the first nor the last of a choice, and only their text is
+        requested."""
+        return (
+            key in self._logprobs
+            and delta.finish_reason is None
+            and not self._request.returns_token_ids
+            and self._request.params[0].logprobs is None
+        )
+
+    def _text_event(self, key: ChoiceKey) -> TextEvent:
+        """Return the event of outputs of which only the text is requested."""
+        if key not in self._text_events:
+            self._text_events[key] = TextEvent(
+                lambda text: self._chunk(self._text_choice(key, ChoiceDelta(text)))
+            )
+        return self._text_events[key]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON of an event with consecutive outputs of a choice."""
+        extra = {"usage": None} if self._request.options.include_usage else {}
+        return self._head | {"choices": [choice]} | extra
 
     async def _build_choices(
         self, batch: Sequence[tuple[ChoiceKey, ChoiceDelta]], generation: Generation
@@ -265,11 +324,9 @@ class _CompletionResponse:
 
         return await run_if_large(build, num_positions)
 
-    def _choice(
-        self, key: tuple[int, int], delta: ChoiceDelta, generation: Generation
-    ) -> dict[str, Any]:
+    def _choice(self, key: ChoiceKey, delta: ChoiceDelta, generation: Generation) -> dict[str, Any]:
         """Return the JSON of consecutive outputs of a choice; the first ones contain the echo."""
-        prompt, choice = key
+        prompt, _ = key
         request = self._request
         is_first = key not in self._logprobs
         if is_first:
@@ -277,13 +334,9 @@ class _CompletionResponse:
             self._logprobs[key] = CompletionLogprobs(
                 self._state.token_texts(), request.options.model.tokenizer
             )
-        result: dict[str, Any] = {
-            "index": prompt * request.num_choices + choice,
-            "text": (self._echoes[prompt] if is_first else "") + delta.text,
-            "logprobs": None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
+        result = self._text_choice(key, delta)
+        if is_first:
+            result["text"] = self._echoes[prompt] + delta.text
         if request.params[prompt].logprobs is not None:
             positions: list[Logprobs | int] = list(delta.logprobs)
             if is_first and request.echo:
@@ -294,6 +347,17 @@ class _CompletionResponse:
             if is_first:
                 result["prompt_token_ids"] = request.prompts[prompt].token_ids
         return result
+
+    def _text_choice(self, key: ChoiceKey, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the JSON of consecutive outputs of which only the text is requested."""
+        prompt, choice = key
+        return {
+            "index": prompt * self._request.num_choices + choice,
+            "text": delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
 
     def _prompt_positions(self, prompt: int, generation: Generation) -> list[Logprobs | int]:
         """Return the log-probs of the prompt tokens; the first token has none."""

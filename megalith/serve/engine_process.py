@@ -32,12 +32,13 @@ from megalith.infer.engine import InferenceEngine
 from megalith.infer.layout import build_generation_mesh, open_source
 from megalith.infer.load import TextGenerator, load_text_generator
 from megalith.infer.outputs import EngineCallback
+from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.launch.worker import Worker, connect, disconnect, set_threads
 from megalith.parallel.mesh import Mesh
 from megalith.serve.engine_server import EngineServer
 from megalith.serve.metrics import AccessLog, EngineMetrics
-from megalith.serve.model_info import ModelInfo
+from megalith.serve.model_info import ModelInfo, freeze_objects
 from megalith.serve.protocol import Codec, LoadFailed, Ready
 from megalith.serve.transport import connect_engine_socket
 
@@ -251,6 +252,8 @@ def run_rank(settings: EngineSettings) -> int:
     ranks = connect(worker, timeout_seconds=TIMEOUT_S)
     source = open_source(settings.source, worker.world, base=settings.base, parallel=run.parallel)
     set_threads(worker, None)
+    if worker.device.type == "cpu":
+        keep_freed_memory()
     mesh = build_generation_mesh(source.model, run.parallel, rank=worker.rank, world=worker.world)
     dp_rank, replica = mesh.dp.rank, settings.replica
     metrics = EngineMetrics(
@@ -268,6 +271,7 @@ def run_rank(settings: EngineSettings) -> int:
     )
     if worker.rank == 0:
         server.send(Ready(asdict(info)))
+    freeze_objects()
     server.run()
     engine.runner.close()
     if socket is not None:

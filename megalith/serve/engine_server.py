@@ -428,7 +428,7 @@ class EngineServer:
             if not request.prompt_sent:
                 request.prompt_sent = True
                 prompts.append(to_array(_prompt_result(request)))
-            updates.append(to_array(_token_update(output, request, is_timeout=is_timeout)))
+            updates.append(make_update_array(output, request.request_id, is_timeout=is_timeout))
         for number in {output.request_id for output in outputs}:
             if not self.engine.is_unfinished(number):
                 del self._numbers[self._requests.pop(number).request_id]
@@ -609,9 +609,12 @@ def _prompt_result(request: _ClientRequest) -> PromptResult:
     )
 
 
-def _token_update(output: TokenOutput, request: _ClientRequest, *, is_timeout: bool) -> TokenUpdate:
-    return TokenUpdate(
-        request.request_id,
+def make_update_array(
+    output: TokenOutput, request_id: int, *, is_timeout: bool = False
+) -> list[object]:
+    """Return the `TokenUpdate` of an output as an array."""
+    return [
+        request_id,
         output.choice,
         output.token,
         output.text,
@@ -621,7 +624,7 @@ def _token_update(output: TokenOutput, request: _ClientRequest, *, is_timeout: b
         output.error,
         is_timeout and output.finish_reason == "error",
         output.is_request_error,
-    )
+    ]
 
 
 def _logprobs_array(logprobs: TokenLogprobs) -> list[object]:

@@ -1,6 +1,7 @@
 """What the HTTP process knows about the model: tokenizer, chat template and limits; without
 torch."""
 
+import gc
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -137,3 +138,10 @@ def build_served_model(name: str | None, info: ModelInfo) -> ServedModel:
         )
     tokenizer = build_tokenizer(from_dict(TokenizerConfig, info.tokenizer))
     return ServedModel(name or info.path.rstrip("/").rpartition("/")[2], info, tokenizer, template)
+
+
+def freeze_objects() -> None:
+    """Exclude the present objects, of modules and of the model, from later garbage collections,
+    which otherwise interrupt all streams: a full one takes 40 ms in the HTTP process."""
+    gc.collect()
+    gc.freeze()

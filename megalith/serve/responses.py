@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +11,17 @@ from megalith.serve.chat import ChoiceParser, EncodedConversation, read_conversa
 from megalith.serve.choices import (
     ChoiceDelta,
     Usage,
+    build_direct_stream,
     collect_choices,
     generate,
     iterate_deltas,
+    merge_texts,
     respond,
     run_if_large,
 )
 from megalith.serve.errors import ApiError, invalid, rename_fields
-from megalith.serve.generation import Generation
+from megalith.serve.generation import ChunkWriter, Generation
+from megalith.serve.protocol import TokenUpdate
 from megalith.serve.response_input import (
     ENDPOINT,
     convert_format,
@@ -206,13 +209,22 @@ class _Response:
             await run_if_large(lambda: self._add(output), len(output.logprobs))
             return self._finish(usage)
 
-    async def stream(self, uid: str) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the stream."""
+    async def stream(
+        self, uid: str, writer: ChunkWriter | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream but those that `writer` has sent, between two others."""
         is_first, sent = True, time.monotonic()
         try:
             async with self._generate(uid) as generation:
                 usage = self._count_usage(generation)
                 deltas = iterate_deltas(generation, interval=self._request.options.interval)
+                direct = build_direct_stream(
+                    writer,
+                    self._encode_updates,
+                    usage,
+                    interval=self._request.options.interval,
+                    has_logprobs=self._request.top_logprobs is not None,
+                )
                 async with aclosing(deltas):
                     async for batch in deltas:
                         if is_first:
@@ -228,6 +240,7 @@ class _Response:
                         if events or not batch or time.monotonic() - sent > PING_SECONDS:
                             yield events or PING
                             sent = time.monotonic()
+                            generation.direct = direct
                 response = self._finish(usage)
                 self._items.add_event(f"response.{response['status']}", response=response)
                 yield self._items.take_events()
@@ -238,6 +251,18 @@ class _Response:
             failed = self._response("failed", error=error.message)
             self._items.add_event("response.failed", response=failed)
             yield self._items.take_events()
+
+    def _encode_updates(
+        self, usage: Usage, updates: Sequence[tuple[int, TokenUpdate]]
+    ) -> bytes | None:
+        """Return the events of updates; None: the output has ended."""
+        texts = merge_texts(updates)
+        if texts is None:
+            return None
+        usage.add_updates(updates)
+        for text in texts.values():
+            self._add(ChoiceDelta(text))
+        return self._items.take_events()
 
     def _generate(self, uid: str) -> AbstractAsyncContextManager[Generation]:
         conversation = self._request.conversation

@@ -18,7 +18,9 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.serve.app import build_app
 from megalith.serve.client import LoadError
 from megalith.serve.errors import ApiError
+from megalith.serve.http_protocol import StreamProtocol
 from megalith.serve.metrics import HttpMetrics
+from megalith.serve.model_info import freeze_objects
 from megalith.serve.state import ServerState
 from megalith.serve.supervisor import STOP_SECONDS, EngineSupervisor, open_engine
 
@@ -95,6 +97,7 @@ class Lifecycle:
         try:
             info = await self.state.client.ready
             await asyncio.to_thread(self.state.set_model, info)
+            freeze_objects()
         except LoadError as error:
             self.load_error = str(error)
             self.http.should_exit = True
@@ -159,6 +162,7 @@ async def serve(
         http = HttpServer(
             uvicorn.Config(
                 build_app(state),
+                http=StreamProtocol,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

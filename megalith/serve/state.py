@@ -7,6 +7,7 @@ from typing import Any
 from megalith.config.server import ServeConfig
 from megalith.serve.client import EngineClient
 from megalith.serve.errors import ApiError
+from megalith.serve.generation import ChunkWriter
 from megalith.serve.metrics import HttpMetrics
 from megalith.serve.model_info import ModelInfo, ServedModel, build_served_model
 from megalith.serve.supervisor import EngineSupervisor
@@ -145,3 +146,5 @@ class RequestContext:
 
     path: str
     body: dict[str, Any] = field(default_factory=dict)  # JSON
+    writer: ChunkWriter | None = None
+    """Sends parts of a streamed response; None: the HTTP server has none."""

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from megalith.config.fields import range_problems
 from megalith.config.generation import (
     SamplingParams,
+    _type_problems,
     sampling_problems,
     unknown_field_problem,
 )
@@ -256,3 +258,11 @@ def test_values_that_turn_a_filter_off_are_equal_to_unset() -> None:
     assert not SamplingParams(temperature=1e-6).is_greedy
     assert SamplingParams(presence_penalty=-1).has_penalties
     assert not SamplingParams(min_p=0.5).has_penalties
+
+
+def test_defaults_are_valid_so_that_only_changed_fields_are_checked() -> None:
+    params = SamplingParams()
+    assert _type_problems(params, [field.name for field in fields(params)]) == {}
+    assert range_problems(params) == []
+    changed = range_problems(SamplingParams(n=0, min_p=2.0, top_p=-1.0), names=["min_p", "n"])
+    assert [problem.split(" ")[0] for problem in changed] == ["min_p=2.0", "n=0"]
