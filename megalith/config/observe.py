@@ -110,6 +110,10 @@ class ObserveConfig:
     max_logit: bool = False
     """Log the largest logit of each step; always logged with train.z_loss."""
 
+    max_attention_logit: bool = False
+    """Log the largest attention score of each step, scaled, before softmax and soft cap, with its
+    layer and head; always logged in the steps that optim.qk_clip measures."""
+
     grad_norm_by_group: bool = False
     """Log the gradient norm before clipping of embedding tables and head, attention, MLPs, MoE
     layers and norms, as grad_norm_embedding, grad_norm_attention, grad_norm_mlp,

@@ -186,6 +186,25 @@ class AdafactorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QkClipConfig:
+    """QK-clip: after an update, scales down the query and key projections of every head whose
+    largest attention score of the step is above a threshold.
+
+    Source: Kimi Team 2025, arXiv:2507.20534, section 2.1.
+    """
+
+    threshold: Annotated[float, Gt(0), Le(1e30), Example(100.0)] = 100.0
+    """Largest attention score that a head may have, before softmax and soft cap. A head with the
+    largest score S > threshold is scaled by threshold / S."""
+
+    balance: Annotated[float, Ge(0), Le(1), Example(0.5)] = 0.5
+    """Exponent of the factor for queries; that for keys is 1 - balance. 0.5: both alike."""
+
+    every: Annotated[int, Ge(1), Example(1)] = 1
+    """Updates between two clips. The largest scores are only computed in steps that clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
     """Optimizer (with fp32 master weights for lower-precision weights) and gradient clipping."""
 
@@ -240,6 +259,9 @@ class OptimConfig:
 
     clip_grad: Annotated[float, Ge(0), Le(1e30)] = 1.0
     """Gradient clipping: maximum global L2 norm of the gradient. 0 turns clipping off."""
+
+    qk_clip: QkClipConfig | None = None
+    """QK-clip, which bounds attention scores. Unset: none."""
 
     grad_norm_skip_threshold: Annotated[float | None, Gt(0), Le(1e30), Example(100.0)] = None
     """Gradient norm above which a step is skipped: weights and optimizer state do not change, and

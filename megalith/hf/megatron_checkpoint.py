@@ -494,7 +494,6 @@ TRAINING_ARGS = (
     "phase_transition_iterations",
     "renormalize_blend_weights",
     "fim_data",
-    "qk_clip",
     "mtp_detach_heads",
 )
 """Args of batches, data and loss that have no setting."""

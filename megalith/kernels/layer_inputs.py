@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.scores import MaxScores, Scores
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import PackedSeqParams
 
@@ -153,6 +153,7 @@ class AttendOptions(TypedDict, total=False):
     sinks: Tensor | None
     attention_bias: Tensor | None
     dropout_key: DropoutKey | None
+    max_scores: MaxScores | None
 
 
 class Attend(Protocol):
@@ -170,8 +171,48 @@ class Attend(Protocol):
         """q [t, n, d], k [t, g, d], v [t, g, d_v], of this rank's tokens -> [t, n, d_v].
 
         sinks [n], equal on all ranks that share tokens; each rank computes a partial sum of their
-        gradient, as of every weight.
+        gradient, as of every weight. `max_scores` records the largest scores of this rank's tokens,
+        or of all tokens for some of the heads.
         """
+
+
+class LocalMaxScores(NamedTuple):
+    """Largest scores of the local heads of one attention module."""
+
+    first_head: int
+    """Index of the first local query head among all heads of the model."""
+
+    largest: Tensor
+    """[n_tp], fp32 or float64: see `MaxScores`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRecord:
+    """Largest attention scores of a step on this rank, over its microbatches, by the name of the
+    attention module."""
+
+    by_attention: dict[str, LocalMaxScores] = field(default_factory=dict)
+
+    regions: tuple[set[str], ...] = ()
+    """Names that are recorded already, for each part of the model around that backward recomputes:
+    recomputation does not record again."""
+
+    def start(self, name: str, first_head: int, q: Tensor) -> MaxScores | None:
+        """Return the record of an attention module for queries q [t, n_tp, d]; None if this is a
+        recomputation."""
+        if any(name in names for names in self.regions):
+            return None
+        for names in self.regions:
+            names.add(name)
+        if name not in self.by_attention:
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            largest = q.new_full((q.shape[1],), float("-inf"), dtype=dtype)
+            self.by_attention[name] = LocalMaxScores(first_head, largest)
+        return MaxScores(self.by_attention[name].largest)
+
+    def for_recomputation(self) -> "ScoreRecord":
+        """Return the record for a part of the model that backward recomputes."""
+        return replace(self, regions=(*self.regions, set()))
 
 
 StateStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -313,6 +354,15 @@ class LayerInputs:
     recorder: ForwardRecorder | None = None
     """Records this forward pass; None: it is not recorded."""
 
+    score_record: ScoreRecord | None = None
+    """Records the largest attention scores of a training step; None: they are not computed."""
+
+    def record_scores(self, name: str, first_head: int, q: Tensor) -> MaxScores | None:
+        """Return what attention module `name` records its largest scores with; None: nothing."""
+        if self.score_record is None:
+            return None
+        return self.score_record.start(name, first_head, q)
+
     def call_in_each_step(self, function: StepFunction, *tensors: Tensor) -> Tensor:
         """Return `function(*tensors, self)`, whose operations depend on the values of the tensors
         or on the lengths of sequences, so that recorded operations cannot be repeated."""
@@ -324,4 +374,6 @@ class LayerInputs:
         """Return the inputs of a part of the model that backward recomputes: its routers decide
         once."""
         router_inputs = self.router_inputs._replace(first_pass=RoutingDecisions())
-        return replace(self, router_inputs=router_inputs)
+        record = self.score_record
+        record = None if record is None else record.for_recomputation()
+        return replace(self, router_inputs=router_inputs, score_record=record)

@@ -385,6 +385,7 @@ def translate_measurements(draft: Draft) -> None:
     arguments, gc_flag, interval_flag = draft.arguments, "--manual-gc", "--manual-gc-interval"
     for flag, setting in (
         ("--log-params-norm", "observe.param_norm"),
+        ("--log-max-attention-logit", "observe.max_attention_logit"),
         ("--log-energy", "observe.energy"),
         ("--record-memory-history", "observe.memory_history"),
     ):
@@ -482,6 +483,7 @@ def translate_optimizer(draft: Draft) -> None:
     draft.copy("--grad-norm-skip-threshold")
     if draft.arguments.value("--log-num-zeros-in-grad"):
         draft.put("--log-num-zeros-in-grad", "optim.count_zeros", True)
+    _translate_qk_clip(draft)
     _translate_decoupled_lr(draft)
     _translate_decayed_vectors(draft)
     param_map = "--dump-param-to-param-group-map"
@@ -491,6 +493,19 @@ def translate_optimizer(draft: Draft) -> None:
     _translate_precision(draft)
     _translate_nonfinite_grad(draft)
     _translate_fault_detection(draft)
+
+
+def _translate_qk_clip(draft: Draft) -> None:
+    """Translate QK-clip, which Megatron applies after every update."""
+    options = ("--qk-clip-threshold", "--qk-clip-alpha")
+    if not draft.arguments.value("--qk-clip"):
+        for flag in options:
+            if draft.arguments.given(flag):
+                draft.report("already", flag, "takes effect only with --qk-clip")
+        return
+    draft.put("--qk-clip", "optim.qk_clip.every", 1)
+    for flag in options:
+        draft.copy(flag)
 
 
 def _translate_decoupled_lr(draft: Draft) -> None:

@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.attention_temperature = build_attention_temperature(config, context.layer)
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
+        self.name, self.first_head = name, sum(heads.queries[: mesh.tp.rank])
         self.num_heads = heads.queries[mesh.tp.rank]
         self.num_kv_heads = heads.keys[mesh.over("tp_kv").rank]
         start = Init(config.init_std)
@@ -76,6 +77,7 @@ class Attention(nn.Module):
             sinks=self.sinks(),
             attention_bias=inputs.attention_bias,
             dropout_key=inputs.dropout_key,
+            max_scores=inputs.record_scores(self.name, self.first_head, q),
         )
         return self.out(self.gate(heads.flatten(1), gate))
 
@@ -221,6 +223,7 @@ class CrossAttentionBase(nn.Module):
             config.softmax_scale(), softcap=config.attention.softcap, causal=causal
         )
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
+        self.name, self.first_head = name, sum(heads.queries[: mesh.tp.rank])
         self.num_heads, self.num_kv_heads = (
             heads.queries[mesh.tp.rank],
             heads.keys[mesh.over("tp_kv").rank],
@@ -266,7 +269,13 @@ class CrossAttentionBase(nn.Module):
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
         attend = self.core if cache is None else partial(cache.attend, self.core)
         heads = attend(
-            q, k, v, inputs.seq_params, scores=self.scores, dropout_key=inputs.dropout_key
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            dropout_key=inputs.dropout_key,
+            max_scores=inputs.record_scores(self.name, self.first_head, q),
         )
         return self.out(heads.flatten(1))
 

@@ -8,7 +8,7 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.scores import PLAIN, WeightDropout
+from megalith.kernels.attention.scores import PLAIN, MaxScores, WeightDropout
 from megalith.kernels.dropout import dropout, key_of
 from megalith.kernels.layer_inputs import Attend, AttendOptions, LayerInputs
 from megalith.kernels.packed import PackedSeqParams
@@ -148,18 +148,23 @@ class RecomputedCore:
         """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
         kept alive."""
         tensors = [x.contiguous() for x in (k, v, options.get("sinks")) if x is not None]
-        run = partial(self._attend, seq_params, options)
+        max_scores = options.pop("max_scores", None)
+        records = [] if max_scores is None else [max_scores]
+        run = partial(self._attend, seq_params, options, records)
         return recomputation.recompute(run, q, *tensors, check=self.check)
 
     def _attend(
         self,
         seq_params: PackedSeqParams,
         options: AttendOptions,
+        records: list[MaxScores],
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *sinks: Tensor,
     ) -> Tensor:
+        if records:  # only of the first pass
+            options = {**options, "max_scores": records.pop()}
         if sinks:
             options = {**options, "sinks": sinks[0]}
         return self.core(q, k, v, seq_params, **options)

@@ -156,6 +156,7 @@ class LatentAttention(nn.Module):
         self.scores = latent_scores(config, context.layer)
         h, n, sizes = config.hidden_size, config.num_heads, config.mla
         heads = split_evenly(n, mesh.tp.size)
+        self.name, self.first_head = name, sum(heads[: mesh.tp.rank])
         self.num_heads = heads[mesh.tp.rank]
         start = Init(config.init_std)
 
@@ -227,6 +228,7 @@ class LatentAttention(nn.Module):
             scores=self.scores,
             attention_bias=inputs.attention_bias,
             dropout_key=inputs.dropout_key,
+            max_scores=inputs.record_scores(self.name, self.first_head, q),
         )
         latent_inputs = LatentInputs(q, latent, k_rotated)
         if inputs.cache is None:

@@ -31,6 +31,7 @@ from megalith.kernels.attention.dispatch import attention, build_dropped_weights
 from megalith.kernels.attention.scores import (
     PLAIN,
     Distances,
+    MaxScores,
     PairBiases,
     PairMask,
     Scores,
@@ -41,6 +42,8 @@ from megalith.kernels.attention.split_kv import (
     attend,
     attend_backward,
     init_attention_result,
+    init_row_max,
+    max_by_token,
     output_share,
     reference_span_attention,
     rows_by_head,
@@ -116,6 +119,7 @@ class RingAttend:
         sinks: Tensor | None = None,
         attention_bias: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        max_scores: MaxScores | None = None,
     ) -> Tensor:
         """Run one step per rank, overlapped with the message for the next step."""
         context = _context(seq_params)
@@ -125,7 +129,17 @@ class RingAttend:
             pair_biases_by_group(context, attention_bias, scores, 1),
             pair_masks_by_group(context, 1),
         )
-        return ring_attention(q, k, v, self.group, pairs, scores, sinks, overlap=self.overlap)
+        return ring_attention(
+            q,
+            k,
+            v,
+            self.group,
+            pairs,
+            scores,
+            sinks,
+            overlap=self.overlap,
+            max_scores=count_queries(max_scores, seq_params.valid),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +160,7 @@ class AllGatherAttend:
         sinks: Tensor | None = None,
         attention_bias: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        max_scores: MaxScores | None = None,
     ) -> Tensor:
         """Run one all-gather; backward reduce-scatters the gradients of keys and values."""
         context = _context(seq_params)
@@ -157,7 +172,18 @@ class AllGatherAttend:
             pair_biases_to_all(context, attention_bias, scores),
             pair_mask_to_all(context),
         )
-        return self.find(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
+        return self.find(
+            q,
+            k,
+            v,
+            spans,
+            scores,
+            sinks,
+            dropped,
+            biases,
+            pair_masks,
+            max_scores=count_queries(max_scores, seq_params.valid),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +203,7 @@ class UlyssesAttend:
         sinks: Tensor | None = None,
         attention_bias: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        max_scores: MaxScores | None = None,
     ) -> Tensor:
         """Run one all-to-all before attention and one after."""
         context = _context(seq_params)
@@ -188,16 +215,21 @@ class UlyssesAttend:
         attention_bias = select_local_heads(attention_bias, self.group)
         if dropout_key is not None:
             dropout_key = dropout_key._replace(numbers=dropout_key.key_numbers)
+        all_tokens = context.whole
+        if max_scores is not None:
+            max_scores = max_scores.select_heads(self.group.rank, self.group.size)
+            all_tokens = replace(all_tokens, valid=valid_tokens(context))
         if scores.causal or context.slices.source is None:
             out = attention(
                 q,
                 k,
                 v,
-                context.whole,
+                all_tokens,
                 scores,
                 sinks,
                 attention_bias=attention_bias,
                 dropout_key=dropout_key,
+                max_scores=max_scores,
             )
         else:  # documents end with padding, which must be masked
             spans, pair_masks = (
@@ -206,7 +238,18 @@ class UlyssesAttend:
             )
             biases = pair_biases_among_all(context, attention_bias, scores)
             dropped = build_dropped_weights(dropout_key, scores)
-            out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
+            out = span_attention(
+                q,
+                k,
+                v,
+                spans,
+                scores,
+                sinks,
+                dropped,
+                biases,
+                pair_masks,
+                max_scores=count_queries(max_scores, all_tokens.valid),
+            )
         return exchange_heads_for_tokens(out, self.group, context.all_ranks)
 
 
@@ -229,6 +272,7 @@ class UlyssesRingAttend:
         sinks: Tensor | None = None,
         attention_bias: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        max_scores: MaxScores | None = None,
     ) -> Tensor:
         """Run Ulysses, then ring attention: the neighbors' chunks together are the two chunks of a
         coarser ring."""
@@ -246,13 +290,43 @@ class UlyssesRingAttend:
             pair_biases_by_group(context, local_bias, scores, self.near.size),
             pair_masks_by_group(context, self.near.size),
         )
-        out = ring_attention(q, k, v, self.ring, pairs, scores, sinks, overlap=self.overlap)
+        if max_scores is not None:
+            local_tokens = context.token_numbers_by_group(self.near.size)[
+                context.rank // self.near.size
+            ]
+            max_scores = max_scores.select_heads(self.near.rank, self.near.size)
+            max_scores = count_queries(max_scores, valid_tokens(context)[local_tokens])
+        out = ring_attention(
+            q,
+            k,
+            v,
+            self.ring,
+            pairs,
+            scores,
+            sinks,
+            overlap=self.overlap,
+            max_scores=max_scores,
+        )
         return exchange_heads_for_tokens(out, self.near, context.neighbors)
 
 
 def _context(seq_params: PackedSeqParams) -> ContextShard:
     assert seq_params.context is not None, "tokens were not sliced over cp: the loader does that"
     return seq_params.context
+
+
+def count_queries(max_scores: MaxScores | None, valid: Tensor) -> MaxScores | None:
+    """Return the record of the largest scores for queries of which `valid`, bool [t], count."""
+    return None if max_scores is None else replace(max_scores, valid=valid)
+
+
+def valid_tokens(context: ContextShard) -> Tensor:
+    """Return which of all tokens, in natural order, are no padding: bool [t]."""
+    valid, source = context.whole.valid, context.slices.source
+    if source is not None and not valid.is_meta:
+        valid = valid & torch.from_numpy(source >= 0).to(valid.device)
+    keys = None if context.whole.visible is None else context.whole.visible.keys
+    return valid if keys is None else valid & keys
 
 
 class AttentionRange(TypedDict):
@@ -494,17 +568,22 @@ def ring_attention(
     sinks: Tensor | None = None,
     *,
     overlap: bool = True,
+    max_scores: MaxScores | None = None,
 ) -> Tensor:
     """Ring attention of this rank's tokens to those of all ranks of `group`: q [t, n, d], k [t, g,
     d], v [t, g, d_v] -> [t, n, d_v].
 
     sinks [n]. Without `overlap` every message is waited for before the computation; the results are
-    the same.
+    the same. `max_scores` records the largest scores of this rank's queries.
     """
     if group.size == 1:
-        return span_attention(q, k, v, pairs.spans[0], scores, sinks, *pairs.terms(0))
+        return span_attention(
+            q, k, v, pairs.spans[0], scores, sinks, *pairs.terms(0), max_scores=max_scores
+        )
     values = None if pairs.biases is None else pairs.biases[0].values
-    out: Tensor = RingAttention.apply(q, k, v, group, pairs, scores, sinks, values, overlap)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = RingAttention.apply(
+        q, k, v, group, pairs, scores, sinks, values, overlap, max_scores
+    )  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -531,6 +610,7 @@ class RingAttention(Function):
         sinks: Tensor | None,
         values: Tensor | None,
         overlap: bool,
+        max_scores: MaxScores | None,
     ) -> Tensor:
         heads, repeats, dtype = k.shape[1], pairs.spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
@@ -542,6 +622,7 @@ class RingAttention(Function):
             init_attention_result(q, widths[1], sinks, off_by_one=scores.off_by_one),
             local_kv,
         )
+        row_max = None if max_scores is None else init_row_max(q)
         for step in range(group.size):
             next_kv = (
                 _maybe_wait(start_ring_exchange(kv, group), overlap)
@@ -550,8 +631,11 @@ class RingAttention(Function):
             )
             owner = _owner(group, step)
             ring_k, ring_v = _split_kv(kv, widths)
-            attend(q, ring_k, ring_v, pairs.spans[owner], result, scores, *pairs.terms(owner))
+            terms = pairs.terms(owner)
+            attend(q, ring_k, ring_v, pairs.spans[owner], result, scores, *terms, row_max)
             kv = kv if next_kv is None else next_kv.wait()
+        if max_scores is not None and row_max is not None:
+            max_scores.update(max_by_token(row_max, heads))
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, local_kv, out, result.lse, sinks, values)
         ctx.group, ctx.kv_heads, ctx.widths = group, heads, widths
@@ -593,7 +677,7 @@ class RingAttention(Function):
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         dvalues = None if dvalues is None else dvalues.to(values.dtype)
         dq = by_token(dq.to(q.dtype), heads)
-        return dq, *dkv.split(widths, -1), None, None, None, dsinks, dvalues, None
+        return dq, *dkv.split(widths, -1), None, None, None, dsinks, dvalues, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.kernels import explicit_backend_problems
 from megalith.plan.param_groups import named_parameters, pattern_problems
+from megalith.plan.qk_clip import qk_clip_problems
 from megalith.plan.recompute import (
     mlp_chunks_problems,
     recompute_problems,
@@ -127,7 +128,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
         problems += update_rule_problems(run.optim, run.model, run.lora)
-        problems += dump_problems(run)
+        problems += dump_problems(run) + qk_clip_problems(run)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             if not packed:

@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import LayerInputs, ScoreRecord
 from megalith.kernels.packed import for_one_pass
 from megalith.observe.timers import Timers
 from megalith.parallel.group import all_reduce_max_
@@ -144,14 +144,16 @@ class PipelineModel:
         normalizer: LossNormalizer,
         *,
         after_microbatch: Callable[[int], None] | None = None,
+        score_record: ScoreRecord | None = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the summed losses in the order of
         the objective: float64 [losses], 0 on ranks without the output head.
 
         `after_microbatch`: called after the last backward of each microbatch on this rank.
+        `score_record`: records the largest attention scores.
         """
         total = torch.zeros(len(normalizer.terms), dtype=torch.float64, device=self.device)
-        self._run(batches, total, normalizer, after_microbatch)
+        self._run(batches, total, normalizer, after_microbatch, score_record=score_record)
         return total
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
@@ -189,6 +191,7 @@ class PipelineModel:
         after_microbatch: Callable[[int], None] | None = None,
         *,
         sum_losses: Callable[[ModelOutputs, Batch], Tensor] | None = None,
+        score_record: ScoreRecord | None = None,
     ) -> None:
         p = self.run.parallel
         schedule = build_step_schedule(
@@ -221,6 +224,7 @@ class PipelineModel:
                 normalizer,
                 total,
                 sum_losses,
+                score_record,
             )
             for number, chunk in enumerate(self.chunks)
         ]
@@ -292,6 +296,9 @@ class _ChunkStep:
     sum_losses: Callable[[ModelOutputs, Batch], Tensor] | None
     """Returns the sums of a microbatch; only in evaluation."""
 
+    score_record: ScoreRecord | None = None
+    """Records the largest attention scores; None: they are not computed."""
+
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """Run one microbatch.
 
@@ -305,6 +312,8 @@ class _ChunkStep:
         if batch.seq_params.visible is not None or batch.seq_params.context is not None:
             batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
         inputs, boundary = batch.layer_inputs(aux_loss_scale), self.boundaries.tensors
+        if self.score_record is not None:
+            inputs = replace(inputs, score_record=self.score_record)
         named = (tensor.name for tensor in boundary(self.stage, microbatch))
         arguments: dict[str, Any] = {  # Any: keyword arguments
             "received": dict(zip(named, received, strict=True)),

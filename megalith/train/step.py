@@ -32,7 +32,9 @@ from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.fault_policy import RankGradients, SampleShift, StepRun, plan_sample_shift
 from megalith.plan.param_groups import GRAD_NORM_GROUPS, find_grad_norm_group
+from megalith.plan.qk_clip import LargestScore
 from megalith.plan.shards import Shard
+from megalith.train.attention_scores import ScoreMonitor
 from megalith.train.forward_backward import (
     PipelineModel,
     StepLogitStats,
@@ -88,6 +90,9 @@ class Trainer:
     ema: WeightEMA | None = None
     """Moving average of the weights, which the last of `weight_updates` updates; None: there is
     none."""
+
+    score_monitor: ScoreMonitor | None = None
+    """Measures the largest attention scores; None: the run needs none."""
 
     outer: OuterOptimizer | None = None
     """Outer optimizer of DiLoCo; None: replica groups, if any, sum gradients."""
@@ -212,6 +217,9 @@ class StepStats:
 
     max_logit: float | None = None
     """Largest logit of a labeled token; None if logit statistics are off."""
+
+    largest_score: LargestScore | None = None
+    """Largest attention score; None if the step measures none."""
 
     empty: bool = False
     """Whether the global batch has no labels."""
@@ -533,11 +541,15 @@ def _run_backward(
     )
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
-    objective = trainer.pipeline_model.objective
+    objective, monitor = trainer.pipeline_model.objective, trainer.score_monitor
+    score_record = None if monitor is None else monitor.start_step()
     normalizer = build_loss_normalizer(objective, batches, mesh, scale=scale)
     with trainer.timers.section("forward_backward"):
         losses = trainer.pipeline_model.forward_backward(
-            batches.microbatches, normalizer, after_microbatch=hooks.after_microbatch
+            batches.microbatches,
+            normalizer,
+            after_microbatch=hooks.after_microbatch,
+            score_record=score_record,
         )
     with trainer.timers.section("grad_reduce"):
         local_params = data.finish()
@@ -565,9 +577,15 @@ def _run_backward(
             hooks.count_saves(),
             failed=over_groups.failed,
         )
-        squares, zeros, *sums = (
-            message if largest is None else torch.cat([message, largest])
-        ).tolist()
+        values = message if largest is None else torch.cat([message, largest])
+        largest_score = None
+        if monitor is not None and score_record is not None:
+            scores = monitor.reduce(score_record, mesh, trainer.device)
+            all_values = torch.cat([values, scores]).tolist()
+            largest_score = monitor.receive(all_values[len(values) :])
+            squares, zeros, *sums = all_values[: len(values)]
+        else:
+            squares, zeros, *sums = values.tolist()
     num_unclipped, num_groups = _count_other_sums(trainer)
     others = [math.sqrt(value) / scale for value in sums[: num_unclipped + num_groups]]
     sums = sums[num_unclipped + num_groups :]
@@ -588,6 +606,7 @@ def _run_backward(
         means,
         z_loss,
         max_logit,
+        largest_score,
         empty=not any(normalizer.totals[term.count] for term in normalizer.terms.values()),
     )
     norm = message[0].sqrt() / scale

@@ -22,6 +22,7 @@ from megalith.optim.diloco import OuterOptimizer
 from megalith.optim.ema import EMA, WeightEMA
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import RuleOptimizer, is_clipped
+from megalith.optim.qk_clip import QKClip
 from megalith.optim.slots import Optimizer, RatesOf, equal_rates, find_first_replicas
 from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
@@ -41,8 +42,10 @@ from megalith.parallel.tensor_overlap import RING_EXCHANGE, choose_collective_ma
 from megalith.plan.kernels import explicit_backend_problems
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.parameters import ParameterRates
+from megalith.plan.qk_clip import list_attentions
 from megalith.plan.schedule import SPLIT_SCHEDULES, channels, effective_pipeline, schedule_name
 from megalith.plan.shards import Shard, is_first_replica
+from megalith.train.attention_scores import ScoreMonitor
 from megalith.train.forward_backward import PipelineModel, build_step_schedule
 from megalith.train.moe import update_expert_biases, update_quantile_offsets
 from megalith.train.objective import build_objective
@@ -193,6 +196,7 @@ def build_trainer(
     optimizer = build_optimizer(
         [(param.shard, param.weight) for param in data.local_params], run.optim, rates
     )
+    score_monitor = build_score_monitor(run, optimizer)
     ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)
     outer = None
     if run.replica_group is not None and run.replica_group.mode == "diloco":
@@ -207,19 +211,36 @@ def build_trainer(
         build_loss_scale(run.precision),
         find_first_replicas((param.shard for param in data.local_params), mesh),
         frozenset(slot.shard.name for slot in optimizer.slots if not is_clipped(slot, run.optim)),
-        _list_weight_updates(run, optimizer, ema),
+        _list_weight_updates(run, optimizer, score_monitor, ema),
         ema,
+        score_monitor,
         outer,
     )
 
 
+def build_score_monitor(run: TrainRun, optimizer: Optimizer) -> ScoreMonitor | None:
+    """Return what measures the largest attention scores for QK-clip or the log; None if the run
+    has neither."""
+    clip, logs = run.optim.qk_clip, run.observe.max_attention_logit
+    if clip is None and not logs:
+        return None
+    attentions = list_attentions(run.model)
+    qk_clip = None if clip is None else QKClip(optimizer.slots, attentions, clip)
+    return ScoreMonitor(attentions, optimizer, logs, qk_clip)
+
+
 def _list_weight_updates(
-    run: TrainRun, optimizer: Optimizer, ema: WeightEMA | None
+    run: TrainRun,
+    optimizer: Optimizer,
+    score_monitor: ScoreMonitor | None,
+    ema: WeightEMA | None,
 ) -> tuple[WeightUpdate, ...]:
     """Return the updates after the optimizer's step; the moving average includes the others."""
     updates: list[WeightUpdate] = []
     if run.model.moe is not None:
         updates += [update_expert_biases, update_quantile_offsets]
+    if score_monitor is not None and (qk_clip := score_monitor.clip) is not None:
+        updates.append(lambda _model, _mesh: qk_clip.apply())
     if ema is not None:
         updates.append(lambda _model, _mesh: ema.update(optimizer.updates))
     return tuple(updates)

@@ -339,7 +339,8 @@ class RankResult:
     losses: list[float]
     grad_norms: list[float]
     scores: list[float]
-    """z-loss and maximum logit per step; empty unless the run reports them."""
+    """z-loss, maximum logit and largest attention score per step; empty unless the run reports
+    them."""
 
     initial: Gathered
     gradients: Gathered
@@ -546,6 +547,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
         scores += [value for value in (result.z_loss, result.max_logit) if value is not None]
+        scores += [] if result.largest_score is None else [result.largest_score.score]
         expert_loads.append(collect_expert_load(trainer.pipeline_model.modules, mesh))
         unclipped += _unclipped_gradients(trainer)
         if step == 0:
@@ -584,7 +586,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
             weight_decay=DECAY,
             groups=groups,
         )
-        if unclipped
+        if unclipped and case.run.optim.qk_clip is None
         else []
     )
     return RankResult(
@@ -666,7 +668,7 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
         _scalars("losses of all steps", result.losses, reference.losses),
         _scalars("gradient norm", result.grad_norms, reference.grad_norms),
         *(
-            [_scalars("z-losses and largest logits", result.scores, reference.scores)]
+            [_scalars("z-losses, largest logits and scores", result.scores, reference.scores)]
             if reference.scores
             else []
         ),
@@ -729,6 +731,8 @@ def _compare_experts(result: RankResult, reference: RankResult) -> Iterator[Diff
 def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Iterator[Difference]:
     """Compare gradient norms, weights and moments with those that torch.optim computes on one
     process."""
+    if not expected:  # an update that torch.optim does not have
+        return
     last, reloaded = expected[STEPS - 1 :]
     yield _scalars(
         "gradient norm against torch",

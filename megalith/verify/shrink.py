@@ -302,7 +302,12 @@ def _shrink_choice(optim: OptimConfig, before: int, model: ModelConfig) -> Optim
     scale_layers = partial(_scale_layer_numbers, before=before, layers=model.num_layers)
     groups = tuple(replace(group, match=scale_layers(group.match)) for group in optim.groups)
     small = replace(
-        optim, trained=scale_layers(optim.trained), frozen=scale_layers(optim.frozen), groups=groups
+        optim,
+        trained=scale_layers(optim.trained),
+        frozen=scale_layers(optim.frozen),
+        groups=groups,
+        # the copy has small scores, some of which must be clipped
+        qk_clip=None if optim.qk_clip is None else replace(optim.qk_clip, threshold=0.025, every=1),
     )
     return small if trained_names(model, small) else replace(small, trained=("*",), frozen=())
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.config.fault_detection import FaultDetectorConfig
-from megalith.config.optim import GroupConfig
+from megalith.config.optim import GroupConfig, QkClipConfig
 from megalith.megatron.translate import Translation
 from megalith.optim.schedule import learning_rate, schedule_lengths, schedule_problems
 from megalith.plan.batch_schedule import constant_batch_size
@@ -651,3 +651,16 @@ def test_validation_sets_without_paths_are_rejected(tiny: Translate) -> None:
         "Pass --valid-data-path with the prefixes of the sets, or remove "
         "--multiple-validation-sets."
     )
+
+
+def test_qk_clip_and_the_log_of_attention_scores_are_translated(tiny: Translate) -> None:
+    run = tiny("--qk-clip --qk-clip-alpha 0.25 --log-max-attention-logit").run
+    assert run is not None and run.optim.qk_clip == QkClipConfig(threshold=100.0, balance=0.25)
+    assert run.observe.max_attention_logit
+    run = tiny("--qk-clip --qk-clip-threshold 50").run
+    assert run is not None and run.optim.qk_clip == QkClipConfig(threshold=50.0)
+    assert not run.observe.max_attention_logit
+    without = tiny("--qk-clip-threshold 50 --qk-clip-alpha 0.25")
+    assert without.run is not None and without.run.optim.qk_clip is None
+    texts = [entry.text for entry in without.entries if entry.flag.startswith("--qk-clip")]
+    assert texts == ["takes effect only with --qk-clip"] * 2

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu_threads
+from megalith.kernels.attention.scores import MaxScores
 from megalith.kernels.attention.sdpa import sdpa_attention
 from megalith.kernels.linear import Context, bmm
 
@@ -33,15 +34,23 @@ TILE_SCORES = 1 << 22
 
 
 def tiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    causal: bool = True,
+    max_scores: MaxScores | None = None,
 ) -> Tensor:
     """Attention of documents of these lengths in every row: q [t, n, d], k [t, g, d], v [t, g,
     d_v], any strides -> [t, n, d_v].
 
-    t is a multiple of the sum of the lengths. `scale`: of the scores.
+    t is a multiple of the sum of the lengths. `scale`: of the scores. `max_scores` records the
+    largest scores.
     """
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out: Tensor = TiledAttention.apply(q, k, v, lengths, scale, causal, wanted)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = TiledAttention.apply(q, k, v, lengths, scale, causal, wanted, max_scores)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -112,19 +121,39 @@ def _rows(x: Tensor, tile: AttentionTile) -> Tensor:
 
 
 def _probabilities(
-    q: Tensor, k: Tensor, tile: AttentionTile, scale: float, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    tile: AttentionTile,
+    scale: float,
+    dtype: torch.dtype,
+    row_max: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale · q k^T) of a tile in `dtype`, [heads of the tile, shared * rows, keys]:
-    q [heads, shared, length, d], k [heads, length, d] in fp32 or float64."""
+    q [heads, shared, length, d], k [heads, length, d] in fp32 or float64. The largest score of each
+    query is written to `row_max` [heads, shared, length]."""
     rows, keys = _rows(q, tile), k[tile.keys]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    if row_max is not None:
+        part = row_max[tile.heads, :, tile.start : tile.stop]
+        part.copy_(_largest_visible(scores, tile).view(part.shape))
     if cpu_threads.should_use(scores) and dtype in cpu_threads.DTYPES:
         return _loop_softmax(scores, tile, dtype)
     if tile.causal or tile.documents:
         hidden = _hidden(tile, scores)
         scores.unflatten(1, (-1, tile.stop - tile.start))[..., -hidden.shape[1] :].add_(hidden)
     return torch.softmax(scores, -1, out=scores).to(dtype)
+
+
+def _largest_visible(scores: Tensor, tile: AttentionTile) -> Tensor:
+    """Return the largest score over the visible keys of each query: [heads, shared * rows]."""
+    if not (tile.causal or tile.documents):
+        return scores.amax(-1)
+    hidden = _hidden(tile, scores)
+    start = scores.shape[-1] - hidden.shape[-1]  # all queries see the keys before
+    last = scores[..., start:].unflatten(1, (-1, tile.stop - tile.start)) + hidden
+    largest = last.amax(-1).flatten(1)
+    return torch.maximum(largest, scores[..., :start].amax(-1)) if start else largest
 
 
 def _loop_softmax(scores: Tensor, tile: AttentionTile, dtype: torch.dtype) -> Tensor:
@@ -180,7 +209,7 @@ class TiledAttention(Function):
     """Autograd function of `tiled_attention`."""
 
     reference = staticmethod(
-        lambda q, k, v, lengths, scale, causal, wanted: _sdpa_rows(q, k, v, lengths, scale, causal)
+        lambda q, k, v, lengths, scale, causal, *_: _sdpa_rows(q, k, v, lengths, scale, causal)
     )
 
     @staticmethod
@@ -193,6 +222,7 @@ class TiledAttention(Function):
         scale: float,
         causal: bool,
         wanted: bool,
+        max_scores: MaxScores | None,
     ) -> Tensor:
         """q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v]; saves copies of them, ordered by
         head."""
@@ -201,14 +231,17 @@ class TiledAttention(Function):
         k, v = k.squeeze(1), v.squeeze(1)
         wide_q, wide_k = wide(q), wide(k)
         out = q.new_empty(*q.shape[:3], v.shape[2])
+        row_max = None if max_scores is None else wide_q.new_empty(q.shape[:3])
         saved_probabilities = []
         for tile in _tiles(q.shape[0], q.shape[1], lengths, causal):
-            p = _probabilities(wide_q, wide_k, tile, scale, q.dtype)
+            p = _probabilities(wide_q, wide_k, tile, scale, q.dtype, row_max)
             out[tile.heads, :, tile.start : tile.stop] = bmm(p, v[tile.keys]).unflatten(
                 1, (q.shape[1], -1)
             )
             if wanted and max(lengths) <= KEPT_LENGTH:
                 saved_probabilities.append(p)
+        if max_scores is not None and row_max is not None:
+            max_scores.update(by_token(row_max.unsqueeze(-1), kv_heads).squeeze(-1))
         ctx.save_for_backward(q, k, v, *saved_probabilities)
         ctx.kv_heads, ctx.lengths, ctx.scale, ctx.causal = kv_heads, lengths, scale, causal
         return by_token(out, kv_heads)
@@ -241,6 +274,7 @@ class TiledAttention(Function):
         dk, dv = dk.mul_(ctx.scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
         return (
             *(by_token(x, ctx.kv_heads) for x in (dq.mul_(ctx.scale), dk, dv)),
+            None,
             None,
             None,
             None,

@@ -23,6 +23,7 @@ from megalith.kernels.attention.scores import (
     PLAIN,
     AttentionMask,
     Mask,
+    MaxScores,
     PairMask,
     Scores,
     build_scores_mask,
@@ -35,7 +36,7 @@ from megalith.kernels.attention.sdpa import (
     sdpa_attention,
     sdpa_masked,
 )
-from megalith.kernels.attention.split_kv import span_attention
+from megalith.kernels.attention.split_kv import max_span_scores, span_attention
 from megalith.kernels.backend import raise_unsupported
 from megalith.kernels.dropout import DropoutKey, DroppedWeights, weight_factors
 from megalith.kernels.packed import PackedSeqParams
@@ -54,6 +55,7 @@ def attention(
     *,
     attention_bias: Tensor | None = None,
     dropout_key: DropoutKey | None = None,
+    max_scores: MaxScores | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
     """Softmax attention inside each document; n/g query heads share one key/value head.
@@ -64,13 +66,18 @@ def attention(
     `masked_attention`; `attention_bias` [buckets, n]: table of `scores.relative`; `dropout_key`:
     key of `scores.dropout`. An attention mask of the tokens hides keys in addition to `scores`. For
     bf16, scores and softmax are fp32. kernel="torch" uses SDPA where it supports `scores`, else the
-    reference.
+    reference. `max_scores` records the largest score of each head over queries that are no padding:
+    backends that do not return it need a second pass over q and k.
     """
     lengths = seq_params.lengths
+    if max_scores is not None:
+        max_scores = replace(max_scores, valid=seq_params.valid)
     if is_explicit_backend(kernel):
         check_explicit_backend(kernel, q, k, v, seq_params, scores, sinks)
     if seq_params.visible is not None:
-        return _with_masks(q, k, v, seq_params, scores, sinks, attention_bias, dropout_key, kernel)
+        return _with_masks(
+            q, k, v, seq_params, scores, sinks, attention_bias, dropout_key, max_scores, kernel
+        )
     if scores.window is not None and scores.chunked:
         k, v, lengths = split_into_chunks(k, v, lengths, scores.window)
         scores = replace(scores, window=None, chunked=False)
@@ -82,10 +89,12 @@ def attention(
             else replace(scores, window=None)
         )
     if scores.relative is not None:
+        _measure_max_scores(max_scores, q, k, lengths, scores)
         return _sdpa_or_reference(
             q, k, v, lengths, seq_params, scores, sinks, attention_bias, dropout_key, kernel
         )
     if kernel == "reference" or (kernel == "torch" and not sdpa_supports(scores, sinks)):
+        _measure_max_scores(max_scores, q, k, lengths, scores)
         return _reference_by_document(
             q, k, v, lengths, seq_params, scores, sinks, attention_bias, dropout_key
         )
@@ -98,9 +107,11 @@ def attention(
         # The plan is computed on the host from the lengths: torch.compile would trace it, once for
         # each set of lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
-        return run(q, k, v, lengths, scores, sinks, build_dropped_weights(dropout_key, scores))
+        dropped = build_dropped_weights(dropout_key, scores)
+        return run(q, k, v, lengths, scores, sinks, dropped, max_scores=max_scores)
     if backend in ("varlen", "flex"):
-        return _on_gpu(backend, q, k, _contiguous_if_view(v, q, k), lengths, scores, sinks)
+        v = _contiguous_if_view(v, q, k)
+        return _on_gpu(backend, q, k, v, lengths, scores, sinks, max_scores)
     if backend == "cpu_tiled":
         return tiled_attention(
             q,
@@ -109,10 +120,40 @@ def attention(
             distinct_row_lengths(lengths),
             scale=scores.factor(q.shape[2]),
             causal=scores.causal,
+            max_scores=max_scores,
         )
+    _measure_max_scores(max_scores, q, k, lengths, scores)
     return sdpa_attention(
         q, k, _contiguous_if_view(v, q, k), lengths, scale=scores.scale, causal=scores.causal
     )
+
+
+def _measure_max_scores(
+    max_scores: MaxScores | None,
+    q: Tensor,
+    k: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    pair_mask: PairMask | None = None,
+) -> None:
+    """Record the largest scores by a pass over q and k, for backends that do not return them."""
+    if max_scores is None:
+        return
+    # see `attention`
+    run = torch.compiler.disable(_update_max_scores) if torch.compiler.is_compiling() else None
+    (run or _update_max_scores)(max_scores, q, k, lengths, scores, pair_mask)
+
+
+def _update_max_scores(
+    max_scores: MaxScores,
+    q: Tensor,
+    k: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    pair_mask: PairMask | None,
+) -> None:
+    spans = plan_length_spans(lengths, scores.window, causal=scores.causal, right=scores.right)
+    max_scores.update(max_span_scores(q, k, spans, scores, pair_mask))
 
 
 def reference_attention(
@@ -283,6 +324,7 @@ def _with_masks(
     sinks: Tensor | None,
     attention_bias: Tensor | None,
     dropout_key: DropoutKey | None,
+    max_scores: MaxScores | None,
     kernel: BackendName,
 ) -> Tensor:
     """Attention with an attention mask, by a backend that supports masks."""
@@ -303,7 +345,7 @@ def _with_masks(
         if is_auto
         else ATTENTION_BACKENDS.get(kernel, "torch")
     )
-    if backend == "torch":
+    if backend == "torch" and max_scores is None:
         return _sdpa_or_reference(
             q, k, v, kept, seq_params, scores, sinks, attention_bias, dropout_key, kernel
         )
@@ -318,11 +360,17 @@ def _with_masks(
         torch.arange(len(q), device=q.device),
         _remaining_key_indices(seq_params.lengths, kept, q.device),
     )
+    if backend == "torch":
+        _measure_max_scores(max_scores, q, k, lengths, hiding_scores, pair_mask)
+        return _sdpa_or_reference(
+            q, k, v, kept, seq_params, scores, sinks, attention_bias, dropout_key, kernel
+        )
     if backend == "flex":
         from megalith.kernels.attention.flex import flexible_attention
 
+        v = _contiguous_if_view(v, q, k)
         return flexible_attention(
-            q, k, _contiguous_if_view(v, q, k), lengths, hiding_scores, sinks, pair_mask
+            q, k, v, lengths, hiding_scores, sinks, pair_mask, max_scores=max_scores
         )
     # see `attention`
     run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
@@ -335,6 +383,7 @@ def _with_masks(
         sinks,
         build_dropped_weights(dropout_key, scores),
         pair_mask,
+        max_scores,
     )
 
 
@@ -398,9 +447,12 @@ def _spans(
     sinks: Tensor | None,
     dropped: DroppedWeights | None,
     pair_mask: PairMask | None = None,
+    max_scores: MaxScores | None = None,
 ) -> Tensor:
     spans = plan_length_spans(lengths, scores.window, causal=scores.causal, right=scores.right)
-    return span_attention(q, k, v, spans, scores, sinks, dropped, pair_mask=pair_mask)
+    return span_attention(
+        q, k, v, spans, scores, sinks, dropped, pair_mask=pair_mask, max_scores=max_scores
+    )
 
 
 ATTENTION_BACKENDS: Mapping[BackendName, AttentionBackend] = {
@@ -501,13 +553,15 @@ def _on_gpu(
     lengths: Lengths,
     scores: Scores,
     sinks: Tensor | None,
+    max_scores: MaxScores | None,
 ) -> Tensor:
     from megalith.kernels.attention.flex import flexible_attention
     from megalith.kernels.attention.sdpa import varlen_attention
 
     if backend == "varlen":
+        _measure_max_scores(max_scores, q, k, lengths, scores)
         return varlen_attention(q, k, v, lengths, scores)
-    return flexible_attention(q, k, v, lengths, scores, sinks)
+    return flexible_attention(q, k, v, lengths, scores, sinks, max_scores=max_scores)
 
 
 def sdpa_supports(scores: Scores, sinks: Tensor | None) -> bool:

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megalith.kernels.attention.scores import NO_MASK, PLAIN, PairMask, Scores
+from megalith.kernels.attention.scores import NO_MASK, PLAIN, MaxScores, PairMask, Scores
 from megalith.kernels.attention.sdpa import Lengths
+from megalith.kernels.attention.split_kv import max_span_scores
 from megalith.kernels.triton.launch import has_triton
+from megalith.plan.context import plan_length_spans
 
 BLOCK = 128
 """Queries, and keys, of a block: the size that torch's kernels are tuned for."""
@@ -52,13 +54,15 @@ def flexible_attention(
     sinks: Tensor | None = None,
     seen: PairMask | None = None,
     *,
+    max_scores: MaxScores | None = None,
     compiled: bool = True,
 ) -> Tensor:
     """Softmax attention inside each document: q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v] -> [t,
     n, d_v].
 
-    sinks [n]; `seen`: the attention mask. `compiled=False` computes the same in plain operations
-    with all pairs in memory, for tests on CPUs.
+    sinks [n]; `seen`: the attention mask. `max_scores` records the largest scores; where the kernel
+    does not return them, by a second pass over q and k. `compiled=False` computes the same in plain
+    operations with all pairs in memory, for tests on CPUs.
     """
     interval_args = lengths, scores.window, scores.after
     mask = (
@@ -66,6 +70,8 @@ def flexible_attention(
         if seen is None
         else masked_blocks(*interval_args, seen)
     )
+    # torch 2.13 does not return them on CPUs; with a soft cap, they are those after it
+    returns_max = max_scores is not None and scores.softcap is None and q.device.type != "cpu"
     run: Any = _compiled() if compiled else flex_attention  # the result type depends on return_aux
     out, aux = run(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
@@ -73,8 +79,16 @@ def flexible_attention(
         block_mask=mask,
         scale=scores.factor(q.shape[2]),
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=True, max_scores=returns_max),
     )
+    if max_scores is not None:
+        if aux.max_scores is None:
+            spans = plan_length_spans(
+                lengths, scores.window, causal=scores.causal, right=scores.right
+            )
+            max_scores.update(max_span_scores(q, k, spans, scores, seen))
+        else:
+            max_scores.update(aux.max_scores.squeeze(0).t())
     out = out.squeeze(0).transpose(0, 1)
     if sinks is None and not scores.off_by_one:
         return out

@@ -1,5 +1,6 @@
 """Attention scores: scale, soft cap, sinks, relative position bias, visible keys and dropout
-settings, the reference attention that uses them; attention masks of documents, and padding.
+settings, the reference attention that uses them; the largest score of each head; attention masks of
+documents, and padding.
 """
 
 import math
@@ -83,6 +84,31 @@ class Scores:
 
 
 PLAIN = Scores()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaxScores:
+    """Largest attention score of each query head over the visible pairs of one or more calls:
+    scaled, before soft cap, position bias, sinks and softmax."""
+
+    largest: Tensor
+    """[n], fp32 or float64; -inf: no visible pair yet. Calls update it in place."""
+
+    valid: Tensor | None = None
+    """bool [t]: queries that count, which are not padding; None: all."""
+
+    @torch.no_grad()
+    def update(self, row_max: Tensor) -> None:
+        """Include the largest scores of the queries of a call, row_max [t, n]."""
+        if row_max.is_meta or not len(row_max):
+            return
+        if self.valid is not None:
+            row_max = row_max.masked_fill(~self.valid.unsqueeze(1), -math.inf)
+        torch.maximum(self.largest, row_max.amax(0).to(self.largest.dtype), out=self.largest)
+
+    def select_heads(self, rank: int, ranks: int) -> "MaxScores":
+        """Return the heads of one of `ranks` ranks, in the same memory."""
+        return replace(self, largest=self.largest.unflatten(0, (ranks, -1))[rank])
 
 
 def masked_attention(

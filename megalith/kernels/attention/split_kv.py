@@ -20,6 +20,7 @@ Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from megalith.kernels.attention.cpu_tiled import TILE_SCORES, by_head, by_token,
 from megalith.kernels.attention.scores import (
     PLAIN,
     Distances,
+    MaxScores,
     PairBiases,
     PairMask,
     Scores,
@@ -83,11 +85,17 @@ def attend(
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
     pair_mask: PairMask | None = None,
+    row_max: Tensor | None = None,
 ) -> None:
     """Attend to these keys and merge into `result` in place. Hidden keys are given by the spans and
     the attention mask `pair_mask`; `dropped` is attention dropout, `biases` the relative position
-    bias."""
+    bias. `row_max` [heads, shared, length]: largest score of each query so far, updated in
+    place."""
     wide_q, wide_k = wide(q), wide(k)
+    if row_max is not None and (scores.softcap is not None or biases is not None):
+        # the largest scores below are those after the soft cap and the bias
+        add_max_scores(row_max, q, k, spans, scores, pair_mask)
+        row_max = None
     for tile, heads in _work(q, spans):
         s = _scores(wide_q, wide_k, tile, heads, scores)
         s = (
@@ -101,9 +109,62 @@ def attend(
         weighted_values = bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         index = heads, slice(None), slice(tile.start, tile.stop)
         shape = result.lse[index].shape
+        if row_max is not None:
+            _update_max(row_max, index, largest.masked_fill(total == 0, -math.inf))
         _merge(
             result, index, weighted_values.view(*shape, -1), largest.view(shape), total.view(shape)
         )
+
+
+def add_max_scores(
+    row_max: Tensor,
+    q: Tensor,
+    k: Tensor,
+    spans: KeySpans,
+    scores: Scores = PLAIN,
+    pair_mask: PairMask | None = None,
+) -> None:
+    """Update the largest score of each query, row_max [heads, shared, length], in place: scaled,
+    without soft cap and bias. Only the scores of a tile are in memory."""
+    plain = replace(scores, softcap=None)
+    wide_q, wide_k = wide(q), wide(k)
+    for tile, heads in _work(q, spans):
+        s = _scores(wide_q, wide_k, tile, heads, plain)
+        _hide(s, tile, None if pair_mask is None else pair_mask.of_tile(spans, tile, heads, q))
+        _update_max(row_max, (heads, slice(None), slice(tile.start, tile.stop)), s.amax(-1))
+
+
+def _update_max(row_max: Tensor, index: tuple[slice, ...], largest: Tensor) -> None:
+    part = row_max[index]
+    torch.maximum(part, largest.view(part.shape), out=part)
+
+
+def init_row_max(q: Tensor) -> Tensor:
+    """Return the largest scores of queries [heads, shared, length, d] before any key: -inf, [heads,
+    shared, length]."""
+    return q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.no_grad()
+def max_span_scores(
+    q: Tensor,
+    k: Tensor,
+    spans: KeySpans,
+    scores: Scores = PLAIN,
+    pair_mask: PairMask | None = None,
+) -> Tensor:
+    """Return the largest score of each query and head over its visible keys, for backends that do
+    not return it: q [t, n, d], k [t_kv, g, d] -> [t, n]; -inf without visible keys."""
+    heads = k.shape[1]
+    q, k = rows_by_head(q, heads, spans.repeats), rows_by_head(k, heads, spans.repeats).squeeze(1)
+    row_max = init_row_max(q)
+    add_max_scores(row_max, q, k, spans, scores, pair_mask)
+    return max_by_token(row_max, heads)
+
+
+def max_by_token(row_max: Tensor, kv_heads: int) -> Tensor:
+    """[heads, shared, length] -> [t, n]."""
+    return by_token(row_max.unsqueeze(-1), kv_heads).squeeze(-1)
 
 
 def _merge(
@@ -316,7 +377,7 @@ class SpanAttention(Function):
     """Autograd function of `span_attention`; saves q, k, v, the output and the lse."""
 
     reference = staticmethod(
-        lambda q, k, v, spans, scores, sinks, dropped, values, distances, pair_mask: (
+        lambda q, k, v, spans, scores, sinks, dropped, values, distances, pair_mask, *_: (
             reference_span_attention(
                 q, k, v, spans, scores, sinks, biases=_paired(values, distances)
             )
@@ -336,6 +397,7 @@ class SpanAttention(Function):
         values: Tensor | None,
         distances: Distances | None,
         pair_mask: PairMask | None,
+        max_scores: MaxScores | None,
     ) -> Tensor:
         """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n,
         d_v]."""
@@ -343,7 +405,11 @@ class SpanAttention(Function):
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
         result = init_attention_result(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
-        attend(q, k, v, spans, result, scores, dropped, _paired(values, distances), pair_mask)
+        row_max = None if max_scores is None else init_row_max(q)
+        biases = _paired(values, distances)
+        attend(q, k, v, spans, result, scores, dropped, biases, pair_mask, row_max)
+        if max_scores is not None and row_max is not None:
+            max_scores.update(max_by_token(row_max, heads))
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, k, v, out, result.lse, sinks, values)
         ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped, ctx.distances = (
@@ -394,6 +460,7 @@ class SpanAttention(Function):
             None if sums.dvalues is None else sums.dvalues.to(values.dtype),
             None,
             None,
+            None,
         )
 
 
@@ -427,18 +494,21 @@ def span_attention(
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
     pair_mask: PairMask | None = None,
+    *,
+    max_scores: MaxScores | None = None,
 ) -> Tensor:
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d]
     -> [t, n, d_v].
 
     Hidden keys are given by the spans and the attention mask `pair_mask`; `dropped` is attention
-    dropout, `biases` the relative position bias; sinks [n].
+    dropout, `biases` the relative position bias; sinks [n]. `max_scores` records the largest
+    scores.
     """
     if q.is_meta:
         return reference_span_attention(q, k, v, spans, scores, sinks, biases=biases)
     values, distances = (None, None) if biases is None else (biases.values, biases.distances)
     out: Tensor = SpanAttention.apply(
-        q, k, v, spans, scores, sinks, dropped, values, distances, pair_mask
+        q, k, v, spans, scores, sinks, dropped, values, distances, pair_mask, max_scores
     )  # type: ignore[no-untyped-call]  # torch's own
     return out
 
@@ -453,9 +523,13 @@ def reference_span_attention(
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
     pair_mask: PairMask | None = None,
+    *,
+    max_scores: MaxScores | None = None,
 ) -> Tensor:
     """Reference implementation of `span_attention` in plain PyTorch operations, row by row with the
     intervals as a mask."""
+    if max_scores is not None:
+        max_scores.update(max_span_scores(q, k, spans, scores, pair_mask))
     visible = None
     if not q.is_meta:  # meta tensors have no values to mask
         place = torch.arange(k.shape[0] // spans.repeats, device=q.device)

@@ -134,6 +134,13 @@ class Throughput(Callback):
                 "z_loss": result.z_loss,
                 "max_logit": result.max_logit if math.isfinite(result.max_logit) else None,
             }
+        if result.largest_score is not None:
+            largest = result.largest_score
+            metrics |= {
+                "max_attention_logit": largest.score if math.isfinite(largest.score) else None,
+                "max_attention_logit_layer": largest.attention,
+                "max_attention_logit_head": largest.head,
+            }
         metrics |= {
             f"lr_{group.name}": finished.group_rates[group.name].lr
             for group in run.config.optim.groups

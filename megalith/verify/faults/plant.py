@@ -27,7 +27,7 @@ NEEDS = (
     *("documents", "uneven masks", "masks", "places", "tied", "bias", "mtp", "own stage"),
     *("shared heads", "whole norms", "sinks", "window", "chunks of documents", "off by one"),
     *("learned positions", "biases by distance", "latent", "memory", "dropout"),
-    *("dropped weights", "adapters", "z loss", "frozen", "groups", "sgd"),
+    *("dropped weights", "adapters", "z loss", "frozen", "groups", "sgd", "qk clip"),
     *("experts", "capacity", "balancing bias", "balancing offset", "balance over ranks"),
     "transient fault",
 )
@@ -40,8 +40,8 @@ separate stage (`own stage`); context parallelism other than the ring, packed do
 matmul (`rings`), sharded gradients (`zero 2`), QK norms over all heads (`whole norms`), cross-layer
 attention (`memory`), and other variants of attention and embeddings; experts with ep, etp,
 capacity, expert bias or offsets (`balancing bias`, `balancing offset`), or an aux loss over the
-global batch (`balance over ranks`); SGD instead of AdamW (`sgd`); gradients that are wrong once on
-the last rank, which requests a rerun (`transient fault`)."""
+global batch (`balance over ranks`); SGD instead of AdamW (`sgd`), QK-clip (`qk clip`);
+gradients that are wrong once on the last rank, which requests a rerun (`transient fault`)."""
 
 
 @dataclass(frozen=True, slots=True)

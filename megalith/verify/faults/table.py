@@ -16,7 +16,7 @@ from megalith.config.model import (
     RopeConfig,
 )
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
-from megalith.config.optim import GroupConfig, OptimConfig
+from megalith.config.optim import GroupConfig, OptimConfig, QkClipConfig
 from megalith.config.parallel import (
     ContextConfig,
     ContextKind,
@@ -232,7 +232,12 @@ def fault_optim_config(fault: Fault) -> OptimConfig:
     frozen = ("*.mlp.*",) if "frozen" in fault.needs else ()
     group = GroupConfig(name="queries", match=("*.q",), lr_scale=0.1, weight_decay=0.7)
     kind: Literal["adamw", "sgd"] = "sgd" if "sgd" in fault.needs else "adamw"
-    return OptimConfig(kind=kind, frozen=frozen, groups=(group,) if "groups" in fault.needs else ())
+    return OptimConfig(
+        kind=kind,
+        frozen=frozen,
+        groups=(group,) if "groups" in fault.needs else (),
+        qk_clip=QkClipConfig(threshold=0.025) if "qk clip" in fault.needs else None,
+    )
 
 
 def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:

@@ -30,10 +30,11 @@ from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.p2p import StageLink, StageMessage, Tensors
 from megalith.parallel.pipeline import Chunk, Pipeline, WeightGradStore
+from megalith.plan import qk_clip
 from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Box, Shard
 from megalith.testing.inject import patched
-from megalith.train import step
+from megalith.train import attention_scores, step
 from megalith.train.step import SaveCounts, StepRequest, Trainer
 from megalith.verify.faults.plant import Original, plants, replaces
 
@@ -431,6 +432,42 @@ def sgd_momentum_damped(
     original(self, slots, grads, scalars._replace(lr=scalars.lr * damping))
     for slot in slots:
         slot.state["momentum"].mul_(damping)
+
+
+# --- QK-clip
+
+
+@replaces(step, "_update", "dp, zero, qk clip")
+def qk_clip_after_all_gather(
+    original: Original, trainer: Trainer, *arguments: Any, **others: Any
+) -> float | None:
+    """QK-clip scales the slices of a rank after they were sent to the others."""
+    monitor = trainer.score_monitor
+    assert monitor is not None and monitor.clip is not None
+    scores, monitor.clip.scores = monitor.clip.scores, None
+    norm: float | None = original(trainer, *arguments, **others)
+    trainer.data.wait_params()
+    monitor.clip.scores = scores
+    monitor.clip.apply()
+    return norm
+
+
+@replaces(qk_clip, "list_head_factors", "tp, qk clip")
+def qk_clip_of_other_group(
+    original: Original, scores: Sequence[float], num_kv_heads: int, threshold: float
+) -> tuple[list[float], list[float]]:
+    """Heads that share keys are scaled by the factor of the next group."""
+    shared = len(scores) // num_kv_heads
+    factors: tuple[list[float], list[float]] = original(
+        [*scores[shared:], *scores[:shared]], num_kv_heads, threshold
+    )
+    return factors
+
+
+@replaces(attention_scores, "all_reduce_max_", "dp, qk clip")
+def scores_of_own_batch(original: Original, x: Tensor, group: Group) -> Tensor:
+    """The largest scores are those of the rank's own samples."""
+    return x
 
 
 # --- checkpoints
