@@ -145,19 +145,21 @@ def train_torchft(
         hostname="127.0.0.1",
         timeout=timedelta(seconds=4 * heartbeat),
     )
+    num_committed = 0
     try:
         while manager.current_step() < STEPS:
             manager.start_quorum()
             optimizer.zero_grad()
             time.sleep(COMPUTE_SECONDS)
             model(torch.randn(64, 64)).square().mean().backward()
-            if is_killed and manager.current_step() >= KILL_STEP:
+            if is_killed and num_committed == KILL_STEP:
                 kill_self(events, manager.current_step())
             gradients = [parameter.grad for parameter in model.parameters()]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             manager.allreduce(flat).wait()
             if manager.should_commit():
                 optimizer.step()
+                num_committed += 1
                 write_event(events, "commit", manager.current_step())
     finally:
         manager.shutdown(wait=False)

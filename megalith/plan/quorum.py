@@ -39,7 +39,8 @@ MAX_DIFFERENCES = 20
 
 DISCONNECT_FRACTION = 0.1
 """Part of `timeout_seconds` within which a group whose connection ended may connect again.
-Heuristic: the connection of a killed process ends at once, so its loss is detected early."""
+Heuristic: the connection of a killed process ends at once, so its loss is detected early. If
+another group has lost its connection too, its vote is not awaited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +228,11 @@ class OpenVote:
     requests: dict[str, Sender] = field(default_factory=dict)
     first_at: float | None = None
     """Time of the first vote."""
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether some participant could not complete the step."""
+        return any(not vote.ok for vote in self.votes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -800,11 +806,11 @@ class QuorumState:
         if first_at is not None and now - first_at > self.limits.timeout_seconds:
             return False
         member = self._find_participant(group)
-        return (
-            member is not None
-            and member.waiting_since is None  # it has joined again instead of voting
-            and member.is_live(now, self.limits)
-        )
+        if member is None or member.waiting_since is not None:
+            return False  # it has joined again instead of voting
+        if member.disconnected_at is not None and self.open_vote.is_rejected:
+            return False  # its connections to the coordinator and to another group have ended
+        return member.is_live(now, self.limits)
 
     def _ready_groups(self, now: float) -> list[str]:
         """Return the connected groups whose join request waits."""

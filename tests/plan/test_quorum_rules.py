@@ -103,9 +103,26 @@ def test_lost_groups_are_excluded_without_waiting_for_the_timeout() -> None:
     state = start_groups("abc", BOTH)
     state.record_disconnect("c", 3, 5)
     for name in "ab":
-        assert state.vote(sender(name, 2), ballot(1, 1, ok=False), 5.1) == []
+        assert state.vote(sender(name, 2), ballot(1, 1), 5.1) == []
     assert list(answers(state.update(5.4))) == []
     assert list(answers(state.update(5.6))) == ["a2", "b2"]
+
+
+def test_rejected_step_does_not_wait_for_groups_whose_connections_have_ended() -> None:
+    state = start_groups("abc", BOTH)
+    state.record_disconnect("c", 3, 5)
+    assert state.vote(sender("a", 2), ballot(1, 1, ok=False), 5.01) == []  # b has not voted
+    decisions = answers(state.vote(sender("b", 2), ballot(1, 1, ok=False), 5.02))
+    assert list(decisions) == ["a2", "b2"]
+    for decision in decisions.values():
+        assert isinstance(decision, Decision) and decision.epoch is not None
+        assert (decision.commit, decision.epoch.participants) == (False, ("a", "b"))
+    assert state.join(sender("c", 2), request(), 5.05) == []  # it is alive and joins again
+    for name in "ab":
+        answer = answers(state.vote(sender(name, 3), ballot(2, 1), 5.1))
+    joined = answer["b3"]
+    assert isinstance(joined, Decision) and joined.epoch is not None
+    assert joined.epoch.participants == ("a", "b", "c")
 
 
 def test_no_group_continues_alone_below_min_groups() -> None:
