@@ -198,7 +198,9 @@ class AssignedMatrices:
         plan = self.matrices.plan
         return [
             (
-                build_state_shard(plan.matrices[number], self.shards, tensor.shape[1:], is_writer=True),
+                build_state_shard(
+                    plan.matrices[number], self.shards, tensor.shape[1:], is_writer=True
+                ),
                 role,
                 tensor[place : place + 1],
             )
@@ -222,9 +224,7 @@ class AssignedMatrices:
 
     def _allocate_states(self, count: int, rows: int, columns: int) -> dict[str, Tensor]:
         return {
-            role: torch.zeros(
-                (count, *shape), dtype=self.matrices.wide_dtype, device=self.device
-            )
+            role: torch.zeros((count, *shape), dtype=self.matrices.wide_dtype, device=self.device)
             for role, shape in self.rule.matrix_state_shapes(rows, columns).items()
         }
 
@@ -350,9 +350,7 @@ class AssignedMatrices:
         return select_matrix_piece(matrix_of[piece.matrix], origin, piece)
 
 
-def order_pieces(
-    pieces: Mapping[int, Sequence[Piece]], group: Group
-) -> list[tuple[int, Piece]]:
+def order_pieces(pieces: Mapping[int, Sequence[Piece]], group: Group) -> list[tuple[int, Piece]]:
     """Return pieces with their ranks in the order of the messages: by rank of the group."""
     return [(rank, piece) for rank in range(group.size) for piece in pieces.get(rank, ())]
 
@@ -400,11 +398,11 @@ class SummedMatrices:
         self.shards = {slot.shard.name: slot.shard for slot in slots}
         plan, rank = self.matrices.plan, self.group.rank
         self.pieces: list[tuple[Piece, bool]] = [
-            (piece, holders.ranks[0] == rank)
-            for of_matrix in plan.holders
+            (piece, holders.is_sent and holders.ranks[0] == rank)
+            for number, of_matrix in enumerate(plan.holders)
             for holders in of_matrix
             if rank in holders.ranks
-            for piece in holders.pieces
+            for piece in holders.list_pieces(number, plan.matrices[number])
         ]
         """This rank's pieces, and whether they are the first copies."""
         self.states = {

@@ -101,19 +101,31 @@ def _intersections(part: HeldPart, box: Box) -> tuple[tuple[HeldBlock, Box], ...
     )
 
 
+@lru_cache(maxsize=1 << 18)
+def _count_elements(part: HeldPart, box: Box) -> int:
+    """Return the number of elements of a box that a part contains."""
+    return sum(box_numel(common) for _, common in _intersections(part, box))
+
+
 class Holders(NamedTuple):
-    """Ranks that hold the same pieces of a matrix; each has a copy."""
+    """Ranks that hold the same elements of a matrix; each has a copy."""
 
     ranks: tuple[int, ...]
     """Ranks, ascending."""
 
-    pieces: tuple[Piece, ...]
-    """Pieces in the order of the slice."""
+    part: HeldPart
+    """Their part of the parameter."""
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return sum(piece.numel for piece in self.pieces)
+    numel: int
+    """Elements of the matrix in this part."""
+
+    is_sent: bool = True
+    """Whether one of them sends the elements to the assigned rank; else the parts of others contain
+    them."""
+
+    def list_pieces(self, number: int, matrix: Matrix) -> list[Piece]:
+        """Return the pieces of matrix number `number`, in the order of the slice."""
+        return [Piece(number, block, box) for block, box in _intersections(self.part, matrix.box)]
 
 
 @dataclass(frozen=True)
@@ -122,14 +134,15 @@ class AssignedRanksPlan:
 
     matrices: tuple[Matrix, ...]
     holders: tuple[tuple[Holders, ...], ...]
-    """Holders of each matrix; their pieces are disjoint and together are the matrix."""
+    """Holders of each matrix; the pieces of those with `is_sent` are disjoint and together are the
+    matrix."""
 
     ranks: tuple[int, ...]
     """Assigned rank of each matrix: one that holds some of it."""
 
     senders: tuple[tuple[int, ...], ...]
-    """Rank that sends the pieces of each of the holders to the assigned rank; it is the assigned
-    rank if that holds them."""
+    """Rank that sends the pieces of each of the holders with `is_sent` to the assigned rank; it is
+    the assigned rank if that holds them."""
 
     waves: tuple[int, ...]
     """Wave of each matrix."""
@@ -159,6 +172,11 @@ class AssignedRanksPlan:
         largest = max((matrix.cost for matrix in self.matrices), default=0)
         return max(1.0, largest / mean) if mean else 1.0
 
+    def list_senders(self, number: int) -> list[tuple[Holders, int]]:
+        """Return who sends which pieces of a matrix to its assigned rank."""
+        sent = [one for one in self.holders[number] if one.is_sent]
+        return list(zip(sent, self.senders[number], strict=True))
+
     def list_assigned(self, rank: int) -> list[int]:
         """Return the numbers of the matrices assigned to a rank, ascending."""
         return [number for number, assigned in enumerate(self.ranks) if assigned == rank]
@@ -169,8 +187,9 @@ class AssignedRanksPlan:
         directions to every rank that holds them."""
         sent = [0] * self.num_ranks
         for number, assigned in enumerate(self.ranks):
-            for holders, sender in zip(self.holders[number], self.senders[number], strict=True):
+            for holders, sender in self.list_senders(number):
                 sent[sender] += holders.numel if sender != assigned else 0
+            for holders in self.holders[number]:
                 others = len(holders.ranks) - (assigned in holders.ranks)
                 sent[assigned] += others * holders.numel
         return tuple(sent)
@@ -188,10 +207,10 @@ def plan_assigned_ranks(
     the exchange in waves of equal bytes.
 
     held: the part of each parameter that each rank holds. Longest processing time first: the most
-    expensive matrix goes to the rank with the least cost so far; ties go to the rank that holds
-    most of it, then to the one with fewer elements, then to the first. Ranks with copies of the
-    same elements (replicas of HSDP, zero 0, KV heads shared by tensor-parallel ranks) divide the
-    work. Source: Graham 1969, doi:10.1137/0117039, section 3.
+    expensive matrix, of several the one that fewest ranks hold, goes to the rank with the least
+    cost so far; ties go to the rank that holds most of it, then to the one with fewer elements.
+    Ranks with copies of the same elements (replicas of HSDP, zero 0, KV heads shared by
+    tensor-parallel ranks) divide the work. Source: Graham 1969, doi:10.1137/0117039, section 3.
 
     >>> from megalith.plan.matrices import split_into_matrices
     >>> up = split_into_matrices("gate_up", (2, 4, 8), 1)
@@ -203,7 +222,7 @@ def plan_assigned_ranks(
     Raises:
         PlanError: the ranks do not hold each element of a matrix, or hold overlapping parts.
     """
-    holders = [_find_holders(number, matrix, held) for number, matrix in enumerate(matrices)]
+    holders = list(_find_holders(matrices, held))
     ranks = _assign(matrices, holders, len(held))
     waves, num_waves = _plan_waves(
         matrices,
@@ -225,27 +244,59 @@ def plan_assigned_ranks(
 
 
 def _find_holders(
-    number: int, matrix: Matrix, held: Sequence[Mapping[str, HeldPart]]
-) -> tuple[Holders, ...]:
-    """Return the ranks that hold pieces of a matrix, those with equal pieces together, in the order
-    of their first ranks."""
-    ranks_of: dict[HeldPart, list[int]] = {}
+    matrices: Sequence[Matrix], held: Sequence[Mapping[str, HeldPart]]
+) -> Iterator[tuple[Holders, ...]]:
+    """Yield the ranks that hold pieces of each matrix, those with equal pieces together, in the
+    order of their first ranks."""
+    ranks_of: dict[str, dict[HeldPart, list[int]]] = {}
     for rank, parts in enumerate(held):
-        if matrix.parameter in parts:
-            ranks_of.setdefault(parts[matrix.parameter], []).append(rank)
-    holders = [
-        Holders(tuple(ranks), tuple(Piece(number, block, box) for block, box in boxes))
-        for part, ranks in ranks_of.items()
-        if (boxes := _intersections(part, matrix.box))
-    ]
-    num_held = sum(one.numel for one in holders)
-    if num_held != matrix.numel:
-        raise PlanError(
-            f"{matrix.parameter}, elements {matrix.box}: the ranks of a pipeline stage hold "
-            f"{num_held} of {matrix.numel} elements. Each element must be in exactly one part or in "
-            "copies of it; run the same version with the same settings on all ranks."
-        )
-    return tuple(holders)
+        for name, part in parts.items():
+            ranks_of.setdefault(name, {}).setdefault(part, []).append(rank)
+    covers = {name: _select_cover(list(parts)) for name, parts in ranks_of.items()}
+    tables = {
+        name: {part: tuple(ranks) for part, ranks in parts.items()}
+        for name, parts in ranks_of.items()
+    }
+    for matrix in matrices:
+        name = matrix.parameter
+        holders = [
+            Holders(ranks, part, numel, is_sent=part in covers[name])
+            for part, ranks in tables.get(name, {}).items()
+            if (numel := _count_elements(part, matrix.box))
+        ]
+        num_held = sum(one.numel for one in holders if one.is_sent)
+        if num_held != matrix.numel:
+            raise PlanError(
+                f"{name}, elements {matrix.box}: the ranks of a pipeline stage hold {num_held} of "
+                f"{matrix.numel} elements. Each element must be in one part or in copies of it; "
+                "run the same version with the same settings on all ranks."
+            )
+        yield tuple(holders)
+
+
+def _select_cover(parts: Sequence[HeldPart]) -> frozenset[HeldPart]:
+    """Return parts that contain each element of their boxes once.
+
+    Ranks with copies of a box may have cut it at different elements (buckets of unequal
+    tensor-parallel ranks): each rank's cuts continue where any of its parts ends.
+
+    >>> box = ((0, 9),)
+    >>> parts = [HeldPart(box, flat) for flat in ((0, 5), (0, 4), (4, 9), (5, 9))]
+    >>> [part.flat for part in parts if part in _select_cover(parts)]
+    [(0, 5), (5, 9)]
+    """
+    starting: dict[tuple[Box, int], HeldPart] = {}
+    for part in parts:
+        start, stop = part.flat or (0, box_numel(part.box))
+        if start < stop:
+            starting.setdefault((part.box, start), part)
+    cover: set[HeldPart] = set()
+    for box in {part.box for part in parts}:
+        position = 0
+        while (chosen := starting.get((box, position))) is not None:
+            cover.add(chosen)
+            position = chosen.flat[1] if chosen.flat is not None else box_numel(box)
+    return frozenset(cover)
 
 
 def _assign(
@@ -254,19 +305,29 @@ def _assign(
     """Return the assigned rank of each matrix."""
     costs, numels = [0] * num_ranks, [0] * num_ranks
     assigned = [0] * len(matrices)
+    num_held = [_count_held(of_matrix) for of_matrix in holders]
     order = sorted(
         range(len(matrices)),
-        key=lambda i: (-matrices[i].cost, -matrices[i].numel, matrices[i].parameter, i),
+        key=lambda i: (
+            -matrices[i].cost,
+            len(num_held[i]),
+            -matrices[i].numel,
+            matrices[i].parameter,
+            i,
+        ),
     )
     for number in order:
-        num_held = Counter[int]()
-        for one in holders[number]:
-            num_held.update(dict.fromkeys(one.ranks, one.numel))
-        rank = min(num_held, key=lambda r: (costs[r], -num_held[r], numels[r], r))
+        own = num_held[number]
+        rank = min(own, key=lambda r: (costs[r], -own[r], numels[r], r))
         costs[rank] += matrices[number].cost
         numels[rank] += matrices[number].numel
         assigned[number] = rank
     return assigned
+
+
+def _count_held(holders: Sequence[Holders]) -> Mapping[int, int]:
+    """Return the elements of a matrix that each rank holds, by rank."""
+    return {rank: one.numel for one in holders for rank in one.ranks}
 
 
 def _choose_senders(
@@ -277,7 +338,7 @@ def _choose_senders(
     sent = Counter[int]()
     for of_matrix, assigned in zip(holders, ranks, strict=True):
         senders: list[int] = []
-        for one in of_matrix:
+        for one in [one for one in of_matrix if one.is_sent]:
             if assigned in one.ranks:
                 senders.append(assigned)
                 continue
@@ -352,16 +413,18 @@ def list_wave_exchanges(plan: AssignedRanksPlan, rank: int) -> list[WaveExchange
     ]
     for number, assigned in enumerate(plan.ranks):
         sent, received, held, copies = tables[plan.waves[number]]
-        for one, sender in zip(plan.holders[number], plan.senders[number], strict=True):
+        matrix = plan.matrices[number]
+        for one, sender in plan.list_senders(number):
             if assigned == rank:
-                received.setdefault(sender, []).extend(one.pieces)
-                for other in one.ranks:
-                    if other != rank:
-                        copies.setdefault(other, []).extend(one.pieces)
+                received.setdefault(sender, []).extend(one.list_pieces(number, matrix))
             elif sender == rank:
-                sent.setdefault(assigned, []).extend(one.pieces)
+                sent.setdefault(assigned, []).extend(one.list_pieces(number, matrix))
+        for one in plan.holders[number]:
             if rank in one.ranks:
-                held.setdefault(assigned, []).extend(one.pieces)
+                held.setdefault(assigned, []).extend(one.list_pieces(number, matrix))
+            for other in one.ranks if assigned == rank else ():
+                if other != rank:
+                    copies.setdefault(other, []).extend(one.list_pieces(number, matrix))
     assigned_by_wave: list[list[int]] = [[] for _ in range(plan.num_waves)]
     for number in plan.list_assigned(rank):
         assigned_by_wave[plan.waves[number]].append(number)
