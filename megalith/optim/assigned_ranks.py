@@ -363,8 +363,8 @@ def build_state_shard(
     parameter = shards[matrix.parameter]
     return Shard(
         name=matrix.state_name,
-        shape=(matrix.count, *shape),
-        box=((matrix.index, matrix.index + 1), *((0, n) for n in shape)),
+        shape=(matrix.state_count, *shape),
+        box=((matrix.state_index, matrix.state_index + 1), *((0, n) for n in shape)),
         cut=DENSE_AXES if is_writer else (),
         stages=parameter.stages,
         inputs=0,
@@ -480,8 +480,6 @@ class SummedMatrices:
             rows = box_numel(part[: -slot.shard.inputs])
             yield MatrixPiece(
                 index,
-                matrix.rows,
-                matrix.columns,
                 flat_offset(part[: -slot.shard.inputs], shape[: -slot.shard.inputs]),
                 flat_offset(part[-slot.shard.inputs :], shape[-slot.shard.inputs :]),
                 select_box(master, inside).view(rows, -1),

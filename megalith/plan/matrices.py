@@ -41,10 +41,10 @@ class Matrix(NamedTuple):
     """Name under which the states of all equal matrices of the parameter are stored: that of the
     parameter, with `.key` or `.value` if its matrices have different shapes."""
 
-    index: int
+    state_index: int
     """Number of this matrix among those with this state name."""
 
-    count: int
+    state_count: int
     """Number of matrices with this state name."""
 
     @property
@@ -75,7 +75,7 @@ def split_into_matrices(
     and a value part. Adapters are split as their weights are by `matrices`.
 
     >>> kv = split_into_matrices("layers.0.attention.kv", (2, 4, 8, 64), 1)
-    >>> [(one.box[0], one.rows, one.columns, one.index, one.count) for one in kv]
+    >>> [(one.box[0], one.rows, one.columns, one.state_index, one.state_count) for one in kv]
     [((0, 1), 32, 64, 0, 2), ((1, 2), 32, 64, 1, 2)]
     >>> o = split_into_matrices("layers.0.attention.o", (64, 4, 8), 2, split="heads")
     >>> [(one.box[1], one.rows, one.columns) for one in o[:2]]
@@ -103,9 +103,7 @@ def split_into_matrices(
         for index, box in enumerate(boxes):
             sizes = [stop - start for start, stop in box]
             rows, columns = prod(sizes[:-inputs]), prod(sizes[-inputs:])
-            matrices.append(
-                Matrix(name, box, rows, columns, name + suffix, index, count=len(boxes))
-            )
+            matrices.append(Matrix(name, box, rows, columns, name + suffix, index, len(boxes)))
     return matrices
 
 

@@ -58,8 +58,8 @@ def test_states_of_equal_matrices_are_numbered(name: str, kind: str) -> None:
     for matrix in split(name, kind):
         by_state.setdefault(matrix.state_name, []).append(matrix)
     for matrices in by_state.values():
-        assert [one.index for one in matrices] == list(range(matrices[0].count))
-        assert len({(one.rows, one.columns, one.count) for one in matrices}) == 1
+        assert [one.state_index for one in matrices] == list(range(matrices[0].state_count))
+        assert len({(one.rows, one.columns, one.state_count) for one in matrices}) == 1
 
 
 def shapes(name: str, kind: str = "matrices") -> list[tuple[int, int]]:
