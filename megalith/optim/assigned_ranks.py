@@ -113,6 +113,13 @@ def select_matrix_piece(matrix: Tensor, origin: Box, piece: Piece) -> Tensor:
     return select_box(values, relative_box(piece.box, origin))
 
 
+def assemble_matrix_(matrix: Tensor, origin: Box, pieces: Sequence[tuple[Piece, Tensor]]) -> None:
+    """Write the pieces of a matrix [rows, columns] into it, in place: each where its box is."""
+    for piece, values in pieces:
+        target = select_matrix_piece(matrix, origin, piece)
+        target.copy_(values.view(target.shape) if values.dim() == 1 else values)
+
+
 def select_box(values: Tensor, box: Box) -> Tensor:
     """Return the view of a box in coordinates of the tensor."""
     return values[tuple(slice(*span) for span in box)]
@@ -285,15 +292,17 @@ class AssignedMatrices:
             )
             for batch in self.batches[wave]
         ]
-        matrix_of = self._index_matrices(wave, stacked)
+        pieces_of: dict[int, list[tuple[Piece, Tensor]]] = {}
         start = 0
         for rank, piece in order_pieces(exchange.received, self.group):
-            target = self._select_in_matrix(matrix_of, piece)
             if rank == self.group.rank:
-                target.copy_(self._select(prepared, piece))
+                values = self._select(prepared, piece)
             else:
-                target.copy_(received[start : start + piece.numel].view(target.shape))
+                values = received[start : start + piece.numel]
                 start += piece.numel
+            pieces_of.setdefault(piece.matrix, []).append((piece, values))
+        for number, matrix in self._index_matrices(wave, stacked).items():
+            assemble_matrix_(matrix, self.matrices.plan.matrices[number].box, pieces_of[number])
         return [
             self.rule.compute_direction(values, batch.states, updates).to(self.dtype)
             for values, batch in zip(stacked, self.batches[wave], strict=True)
