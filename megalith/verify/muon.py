@@ -69,7 +69,7 @@ class ReferenceMuon(torch.optim.Optimizer):
 
     def _orthogonalize(self, matrix: Tensor) -> Tensor:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        values = values / values.norm().clamp(min=1e-30)
+        values = values / values.norm().clamp(min=1e-7)  # as in torch.optim.Muon
         for number in range(self.config.ns_steps):
             a, b, c = QUINTIC[number % len(QUINTIC)]
             values = a * values + b * values**3 + c * values**5
