@@ -4,6 +4,7 @@ It uses no code of `megalith.optim` and `megalith.plan.matrices`: the Newton-Sch
 applied to singular values, and matrices are selected by indexing the global parameter.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,13 +74,14 @@ class ReferenceMuon(torch.optim.Optimizer):
         for number in range(self.config.ns_steps):
             a, b, c = QUINTIC[number % len(QUINTIC)]
             values = a * values + b * values**3 + c * values**5
-        return left * values @ right
+        orthogonal: Tensor = left * values @ right
+        return orthogonal
 
     def _scale(self, rows: int, columns: int) -> float:
-        scales = {
-            "spectral": max(rows, columns) ** 0.5,
-            "unit_rms": (rows / columns) ** 0.5,
-            "shape": max(1.0, rows / columns) ** 0.5,
+        scales: dict[str, float] = {
+            "spectral": math.sqrt(max(rows, columns)),
+            "unit_rms": math.sqrt(rows / columns),
+            "shape": math.sqrt(max(1.0, rows / columns)),
         }
         return self.config.factor * scales[self.config.scale]
 
