@@ -93,8 +93,8 @@ def _matrix_rule_lines(layout: Explanation) -> Iterator[str]:
     for row in layout.matrix_rules:
         yield (
             f"{row.rule}: {row.matrices:,} matrices, {row.fewest} to {row.most} assigned to each of "
-            f"{row.ranks} ranks of a stage; the rank with the highest cost has {row.imbalance:.2f} "
-            f"times the mean, the largest matrix {row.largest:.2f} times."
+            f"{row.ranks} ranks of a stage; the highest cost of a rank is {row.imbalance:.2f} "
+            f"times the mean, that of the largest matrix {row.largest:.2f} times."
         )
         if row.flops_share is not None:
             yield (

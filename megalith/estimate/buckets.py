@@ -6,6 +6,7 @@ from math import lcm
 from megalith.estimate.workload import Workload
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.plan.layers.base import HeldParameter, tensor_part
+from megalith.plan.update_rules import is_feature_matrix
 
 
 def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> BucketPlan:
@@ -16,7 +17,12 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
     two stages share has its own bucket, so that shards of ranks with other sizes coincide.
     """
     run, divided = workload.run, divides(workload)
-    kinds = [(one.grid, _kind(workload, one) if divided else "") for one in parameters]
+    aligns = divided and run.parallel.bucket_alignment == "matrices"
+    aligned = [aligns and is_feature_matrix(one.name, int(one.matrix)) for one in parameters]
+    kinds = [
+        (one.grid, _kind(workload, one) if divided else "", is_aligned)
+        for one, is_aligned in zip(parameters, aligned, strict=True)
+    ]
     stacks: list[list[int]] = []
     for number, one in enumerate(parameters):
         if one.stacked and kinds[number] == kinds[number - 1]:
@@ -31,6 +37,11 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
         alone=[number for number, one in enumerate(parameters) if one.name in shared],
         contiguous=[stack for stack in stacks if len(stack) > 1],
         kinds=kinds,
+        whole_in={
+            kind: workload.num_zero_shards(one)
+            for one, kind, is_aligned in zip(parameters, kinds, aligned, strict=True)
+            if is_aligned
+        },
     )
 
 

@@ -119,6 +119,9 @@ def _train(rank: int, world: int, words: str) -> tuple[AssignedRanksPlan, int]:
         pytest.param("four tied tp2 pp2 muon by-heads", marks=pytest.mark.slow),
         pytest.param("uneven cp2 dp2 zero3 soap rows=1", marks=pytest.mark.slow),
         pytest.param("tiny dp4 replicate=2 zero1 muon", marks=pytest.mark.slow),
+        pytest.param(
+            "tiny tp2 dp2 zero2 muon parallel.bucket_alignment=matrices", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_assigned_ranks_and_sent_elements_are_those_of_the_run(words: str) -> None:
@@ -134,6 +137,18 @@ def test_assigned_ranks_and_sent_elements_are_those_of_the_run(words: str) -> No
         )
         group_rank = workload.grid.find_group(rank, ("dp", "cp", "tp")).index(rank)
         assert num_sent == expected.sent_numels[group_rank]
+
+
+def test_buckets_aligned_to_matrices_leave_messages_between_tensor_parallel_ranks_only() -> None:
+    """Each rank of dp has whole matrices, or the tp pieces of whole ones."""
+    words = "tiny dp2 zero1 muon parallel.bucket_alignment=matrices"
+    alone, with_tp = workload_of(words), workload_of(f"{words} tp2")
+    assert set(plan_stage_matrices(alone, 0, "muon").sent_numels) == {0}
+    plan = plan_stage_matrices(with_tp, 0, "muon")
+    for matrix, of_matrix in zip(plan.matrices, plan.holders, strict=True):
+        ranks = [rank for holders in of_matrix for rank in holders.ranks]
+        assert ranks in ([0, 1], [2, 3]), matrix.parameter
+    assert sum(plan.sent_numels) == sum(matrix.numel for matrix in plan.matrices)
 
 
 def test_step_traffic_has_a_row_for_the_exchange_with_assigned_ranks() -> None:

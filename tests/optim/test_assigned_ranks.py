@@ -193,13 +193,18 @@ SLOW_RUNS = (
     "four tied tp2 pp2 muon optim.muon.clip_grad=false",
     "uneven tp4 muon optim.muon.scale=unit_rms",
     "tiny dp4 zero3 replicate=2 muon fused-matrices",
+    "experts dp4 ep2 zero1 muon parallel.bucket_alignment=matrices",
+    "latent tp2 dp2 zero1 adamuon parallel.bucket_alignment=matrices",
 )
 """Model and layout of runs, as in the rows of the layout matrix."""
 
 
 @pytest.mark.parametrize(
     "words",
-    ["tiny num_layers=1 tp2 adamuon", *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_RUNS)],
+    [
+        "tiny num_layers=1 tp2 adamuon",
+        *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_RUNS),
+    ],
 )
 def test_run_equals_one_process_and_loads_under_another_layout(words: str) -> None:
     case = parse_row("assigned ranks", words, words).case()
