@@ -92,8 +92,8 @@ def print_layout(
 def _matrix_rule_lines(layout: Explanation) -> Iterator[str]:
     for row in layout.matrix_rules:
         yield (
-            f"{row.rule}: {row.matrices:,} matrices, {row.fewest} to {row.most} assigned to each of "
-            f"{row.ranks} ranks of a stage; the highest cost of a rank is {row.imbalance:.2f} "
+            f"{row.rule}: {row.matrices:,} matrices, {row.fewest} to {row.most} assigned to each "
+            f"of {row.ranks} ranks of a stage; the highest cost of a rank is {row.imbalance:.2f} "
             f"times the mean, that of the largest matrix {row.largest:.2f} times."
         )
         if row.flops_share is not None:

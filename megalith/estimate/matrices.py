@@ -16,7 +16,7 @@ from megalith.plan.batch_schedule import largest_batch_size
 from megalith.plan.buckets import local_bucket_parts
 from megalith.plan.frozen import trained, trained_step_flops, with_adapters, with_frozen
 from megalith.plan.layers.base import WIDTHS, ExpertPart, HeldParameter, tensor_part
-from megalith.plan.matrices import HEAD_DIMS, Matrix, split_into_matrices
+from megalith.plan.matrices import HEAD_DIMS, WeightMatrix, split_into_matrices
 from megalith.plan.parameters import held_parameters
 from megalith.plan.shards import DENSE_AXES, Box, split_evenly
 from megalith.plan.update_rules import list_per_matrix_rules, rule_of
@@ -111,7 +111,7 @@ def plan_stage_matrices(workload: Workload, pp_rank: int, rule: str) -> Assigned
     }
     nope_dim = None if run.model.mla is None else run.model.mla.nope_dim
     split = run.optim.muon.split if rule == "muon" else "matrices"
-    matrices: list[Matrix] = []
+    matrices: list[WeightMatrix] = []
     for name, (shape, inputs) in sorted(shapes.items()):
         matrices += split_into_matrices(name, shape, inputs, split=split, nope_dim=nope_dim)
     return plan_assigned_ranks(
@@ -301,7 +301,7 @@ def count_state_numels(run: TrainRun, rule: str, plan: AssignedRanksPlan) -> lis
     return numels
 
 
-def _state_numel(run: TrainRun, rule: str, matrix: Matrix) -> int:
+def _state_numel(run: TrainRun, rule: str, matrix: WeightMatrix) -> int:
     """Return the elements of the states of one matrix: of SOAP both moments, and factor and basis
     of each side; of NorMuon one per neuron; of AdaMuon one per element."""
     if rule == "soap":

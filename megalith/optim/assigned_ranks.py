@@ -28,7 +28,7 @@ from megalith.plan.assigned_ranks import (
     list_wave_exchanges,
     plan_assigned_ranks,
 )
-from megalith.plan.matrices import Matrix, MatrixSplit, split_into_matrices
+from megalith.plan.matrices import MatrixSplit, WeightMatrix, split_into_matrices
 from megalith.plan.parameters import ParameterRates
 from megalith.plan.shards import DENSE_AXES, Box, Shard
 from megalith.plan.transfer import box_numel, relative_box
@@ -82,7 +82,7 @@ def collect_stage_matrices(
         assert isinstance(parts, dict)
         held.append(parts)
     parameters = {name: slot for parts in held for name, slot in parts.items()}
-    matrices: list[Matrix] = []
+    matrices: list[WeightMatrix] = []
     for name, slot in sorted(parameters.items()):
         matrices += split_into_matrices(
             name, slot.shape, slot.inputs, split=split, nope_dim=nope_dim
@@ -128,7 +128,7 @@ def select_box(values: Tensor, box: Box) -> Tensor:
 # --- rules that compute a direction from the whole matrix
 
 
-class Batch(NamedTuple):
+class MatrixBatch(NamedTuple):
     """Matrices of equal shape that this rank computes together."""
 
     numbers: tuple[int, ...]
@@ -217,7 +217,7 @@ class AssignedMatrices:
             for place, number in enumerate(batch.numbers)
         ]
 
-    def _build_batches(self, exchange: WaveExchange) -> list[Batch]:
+    def _build_batches(self, exchange: WaveExchange) -> list[MatrixBatch]:
         """Group the matrices of this rank in one wave by shape, with states of zero."""
         matrices = self.matrices.plan.matrices
         by_shape: dict[tuple[int, int], list[int]] = {}
@@ -225,7 +225,7 @@ class AssignedMatrices:
             shape = matrices[number].rows, matrices[number].columns
             by_shape.setdefault(shape, []).append(number)
         return [
-            Batch(tuple(numbers), *shape, self._allocate_states(len(numbers), *shape))
+            MatrixBatch(tuple(numbers), *shape, self._allocate_states(len(numbers), *shape))
             for shape, numbers in by_shape.items()
         ]
 
@@ -365,7 +365,7 @@ def order_pieces(pieces: Mapping[int, Sequence[Piece]], group: Group) -> list[tu
 
 
 def build_state_shard(
-    matrix: Matrix, shards: Mapping[str, Shard], shape: Sequence[int], *, is_writer: bool
+    matrix: WeightMatrix, shards: Mapping[str, Shard], shape: Sequence[int], *, is_writer: bool
 ) -> Shard:
     """Return the shard of one state of a matrix among those of all equal matrices of the parameter:
     [count, *shape]. `is_writer`: whether this rank alone writes it, as if all axes split it."""
@@ -407,11 +407,11 @@ class SummedMatrices:
         self.shards = {slot.shard.name: slot.shard for slot in slots}
         plan, rank = self.matrices.plan, self.group.rank
         self.pieces: list[tuple[Piece, bool]] = [
-            (piece, holders.is_sent and holders.ranks[0] == rank)
-            for number, of_matrix in enumerate(plan.holders)
-            for holders in of_matrix
-            if rank in holders.ranks
-            for piece in holders.list_pieces(number, plan.matrices[number])
+            (piece, replicas.is_sent and replicas.ranks[0] == rank)
+            for number, of_matrix in enumerate(plan.replicas)
+            for replicas in of_matrix
+            if rank in replicas.ranks
+            for piece in replicas.list_pieces(number, plan.matrices[number])
         ]
         """This rank's pieces, and whether they are the first copies."""
         self.states = {
@@ -453,7 +453,7 @@ class SummedMatrices:
         plan = self.matrices.plan
         entries: list[tuple[Shard, str, Tensor]] = []
         for number, states in self.states.items():
-            is_writer = self.group.rank == min(one.ranks[0] for one in plan.holders[number])
+            is_writer = self.group.rank == min(one.ranks[0] for one in plan.replicas[number])
             for role, tensor in states.items():
                 shard = build_state_shard(
                     plan.matrices[number], self.shards, tensor.shape, is_writer=is_writer

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megalith.errors import PlanError
-from megalith.plan.matrices import Matrix
+from megalith.plan.matrices import WeightMatrix
 from megalith.plan.shards import Box, Shard, intersect, split_range_into_boxes
 from megalith.plan.transfer import box_numel, relative_box
 
@@ -107,7 +107,7 @@ def _count_elements(part: HeldPart, box: Box) -> int:
     return sum(box_numel(common) for _, common in _intersections(part, box))
 
 
-class Holders(NamedTuple):
+class PieceReplicas(NamedTuple):
     """Ranks that hold the same elements of a matrix; each has a copy."""
 
     ranks: tuple[int, ...]
@@ -123,7 +123,7 @@ class Holders(NamedTuple):
     """Whether one of them sends the elements to the assigned rank; else the parts of others contain
     them."""
 
-    def list_pieces(self, number: int, matrix: Matrix) -> list[Piece]:
+    def list_pieces(self, number: int, matrix: WeightMatrix) -> list[Piece]:
         """Return the pieces of matrix number `number`, in the order of the slice."""
         return [Piece(number, block, box) for block, box in _intersections(self.part, matrix.box)]
 
@@ -132,17 +132,17 @@ class Holders(NamedTuple):
 class AssignedRanksPlan:
     """Assignment of matrices to ranks, and the waves in which they are exchanged."""
 
-    matrices: tuple[Matrix, ...]
-    holders: tuple[tuple[Holders, ...], ...]
-    """Holders of each matrix; the pieces of those with `is_sent` are disjoint and together are the
-    matrix."""
+    matrices: tuple[WeightMatrix, ...]
+    replicas: tuple[tuple[PieceReplicas, ...], ...]
+    """Parts of each matrix with their replicas; those with `is_sent` are disjoint and together are
+    the matrix."""
 
     ranks: tuple[int, ...]
     """Assigned rank of each matrix: one that holds some of it."""
 
     senders: tuple[tuple[int, ...], ...]
-    """Rank that sends the pieces of each of the holders with `is_sent` to the assigned rank; it is
-    the assigned rank if that holds them."""
+    """Rank that sends the pieces of each part with `is_sent` to the assigned rank; that rank itself
+    if it holds them."""
 
     waves: tuple[int, ...]
     """Wave of each matrix."""
@@ -172,9 +172,9 @@ class AssignedRanksPlan:
         largest = max((matrix.cost for matrix in self.matrices), default=0)
         return max(1.0, largest / mean) if mean else 1.0
 
-    def list_senders(self, number: int) -> list[tuple[Holders, int]]:
+    def list_senders(self, number: int) -> list[tuple[PieceReplicas, int]]:
         """Return who sends which pieces of a matrix to its assigned rank."""
-        sent = [one for one in self.holders[number] if one.is_sent]
+        sent = [one for one in self.replicas[number] if one.is_sent]
         return list(zip(sent, self.senders[number], strict=True))
 
     def list_assigned(self, rank: int) -> list[int]:
@@ -187,16 +187,16 @@ class AssignedRanksPlan:
         directions to every rank that holds them."""
         sent = [0] * self.num_ranks
         for number, assigned in enumerate(self.ranks):
-            for holders, sender in self.list_senders(number):
-                sent[sender] += holders.numel if sender != assigned else 0
-            for holders in self.holders[number]:
-                others = len(holders.ranks) - (assigned in holders.ranks)
-                sent[assigned] += others * holders.numel
+            for replicas, sender in self.list_senders(number):
+                sent[sender] += replicas.numel if sender != assigned else 0
+            for replicas in self.replicas[number]:
+                others = len(replicas.ranks) - (assigned in replicas.ranks)
+                sent[assigned] += others * replicas.numel
         return tuple(sent)
 
 
 def plan_assigned_ranks(
-    matrices: Sequence[Matrix],
+    matrices: Sequence[WeightMatrix],
     held: Sequence[Mapping[str, HeldPart]],
     *,
     itemsize: int = 4,
@@ -222,8 +222,8 @@ def plan_assigned_ranks(
     Raises:
         PlanError: the ranks do not hold each element of a matrix, or hold overlapping parts.
     """
-    holders = list(_find_holders(matrices, held))
-    ranks = _assign(matrices, holders, len(held))
+    replicas = list(_find_replicas(matrices, held))
+    ranks = _assign(matrices, replicas, len(held))
     waves, num_waves = _plan_waves(
         matrices,
         ranks,
@@ -234,18 +234,18 @@ def plan_assigned_ranks(
     )
     return AssignedRanksPlan(
         tuple(matrices),
-        tuple(holders),
+        tuple(replicas),
         tuple(ranks),
-        tuple(_choose_senders(holders, ranks)),
+        tuple(_choose_senders(replicas, ranks)),
         tuple(waves),
         len(held),
         num_waves,
     )
 
 
-def _find_holders(
-    matrices: Sequence[Matrix], held: Sequence[Mapping[str, HeldPart]]
-) -> Iterator[tuple[Holders, ...]]:
+def _find_replicas(
+    matrices: Sequence[WeightMatrix], held: Sequence[Mapping[str, HeldPart]]
+) -> Iterator[tuple[PieceReplicas, ...]]:
     """Yield the ranks that hold pieces of each matrix, those with equal pieces together, in the
     order of their first ranks."""
     ranks_of: dict[str, dict[HeldPart, list[int]]] = {}
@@ -259,19 +259,19 @@ def _find_holders(
     }
     for matrix in matrices:
         name = matrix.parameter
-        holders = [
-            Holders(ranks, part, numel, is_sent=part in covers[name])
+        replicas = [
+            PieceReplicas(ranks, part, numel, is_sent=part in covers[name])
             for part, ranks in tables.get(name, {}).items()
             if (numel := _count_elements(part, matrix.box))
         ]
-        num_held = sum(one.numel for one in holders if one.is_sent)
+        num_held = sum(one.numel for one in replicas if one.is_sent)
         if num_held != matrix.numel:
             raise PlanError(
                 f"{name}, elements {matrix.box}: the ranks of a pipeline stage hold {num_held} of "
                 f"{matrix.numel} elements. Each element must be in one part or in copies of it; "
                 "run the same version with the same settings on all ranks."
             )
-        yield tuple(holders)
+        yield tuple(replicas)
 
 
 def _select_cover(parts: Sequence[HeldPart]) -> frozenset[HeldPart]:
@@ -300,12 +300,12 @@ def _select_cover(parts: Sequence[HeldPart]) -> frozenset[HeldPart]:
 
 
 def _assign(
-    matrices: Sequence[Matrix], holders: Sequence[Sequence[Holders]], num_ranks: int
+    matrices: Sequence[WeightMatrix], replicas: Sequence[Sequence[PieceReplicas]], num_ranks: int
 ) -> list[int]:
     """Return the assigned rank of each matrix."""
     costs, numels = [0] * num_ranks, [0] * num_ranks
     assigned = [0] * len(matrices)
-    num_held = [_count_held(of_matrix) for of_matrix in holders]
+    num_held = [_count_held(of_matrix) for of_matrix in replicas]
     order = sorted(
         range(len(matrices)),
         key=lambda i: (
@@ -325,18 +325,18 @@ def _assign(
     return assigned
 
 
-def _count_held(holders: Sequence[Holders]) -> Mapping[int, int]:
+def _count_held(replicas: Sequence[PieceReplicas]) -> Mapping[int, int]:
     """Return the elements of a matrix that each rank holds, by rank."""
-    return {rank: one.numel for one in holders for rank in one.ranks}
+    return {rank: one.numel for one in replicas for rank in one.ranks}
 
 
 def _choose_senders(
-    holders: Sequence[Sequence[Holders]], ranks: Sequence[int]
+    replicas: Sequence[Sequence[PieceReplicas]], ranks: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield who sends the pieces of each of the holders of a matrix: the assigned rank itself if it
+    """Yield who sends the pieces of each part of a matrix: the assigned rank itself if it
     has a copy, else the one that sends the fewest elements so far."""
     sent = Counter[int]()
-    for of_matrix, assigned in zip(holders, ranks, strict=True):
+    for of_matrix, assigned in zip(replicas, ranks, strict=True):
         senders: list[int] = []
         for one in [one for one in of_matrix if one.is_sent]:
             if assigned in one.ranks:
@@ -349,7 +349,7 @@ def _choose_senders(
 
 
 def _plan_waves(
-    matrices: Sequence[Matrix],
+    matrices: Sequence[WeightMatrix],
     ranks: Sequence[int],
     num_ranks: int,
     *,
@@ -419,7 +419,7 @@ def list_wave_exchanges(plan: AssignedRanksPlan, rank: int) -> list[WaveExchange
                 received.setdefault(sender, []).extend(one.list_pieces(number, matrix))
             elif sender == rank:
                 sent.setdefault(assigned, []).extend(one.list_pieces(number, matrix))
-        for one in plan.holders[number]:
+        for one in plan.replicas[number]:
             if rank in one.ranks:
                 held.setdefault(assigned, []).extend(one.list_pieces(number, matrix))
             for other in one.ranks if assigned == rank else ():

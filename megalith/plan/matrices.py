@@ -22,7 +22,7 @@ ADAPTERS = ("lora_a", "lora_b")
 """Last words of the names of LoRA adapters."""
 
 
-class Matrix(NamedTuple):
+class WeightMatrix(NamedTuple):
     """One weight matrix of a parameter."""
 
     parameter: str
@@ -66,7 +66,7 @@ def split_into_matrices(
     *,
     split: MatrixSplit = "matrices",
     nope_dim: int | None = None,
-) -> list[Matrix]:
+) -> list[WeightMatrix]:
     """Return the matrices of a parameter of this global shape, whose last `inputs` dims are inputs.
     Together they are the whole parameter, each element once.
 
@@ -91,7 +91,7 @@ def split_into_matrices(
     parts: list[tuple[str, tuple[int, int] | None]] = [("", None)]
     if has_key_part and last != "lora_a" and feature_dim > 0:
         parts = [(".key", (0, nope_dim or 0)), (".value", (nope_dim or 0, shape[feature_dim]))]
-    matrices: list[Matrix] = []
+    matrices: list[WeightMatrix] = []
     for suffix, features in parts:
         spans = [
             [(i, i + 1) for i in range(n)] if dim in split_dims else [(0, n)]
@@ -103,7 +103,9 @@ def split_into_matrices(
         for index, box in enumerate(boxes):
             sizes = [stop - start for start, stop in box]
             rows, columns = prod(sizes[:-inputs]), prod(sizes[-inputs:])
-            matrices.append(Matrix(name, box, rows, columns, name + suffix, index, len(boxes)))
+            matrices.append(
+                WeightMatrix(name, box, rows, columns, name + suffix, index, len(boxes))
+            )
     return matrices
 
 

@@ -145,8 +145,8 @@ def test_buckets_aligned_to_matrices_leave_messages_between_tensor_parallel_rank
     alone, with_tp = workload_of(words), workload_of(f"{words} tp2")
     assert set(plan_stage_matrices(alone, 0, "muon").sent_numels) == {0}
     plan = plan_stage_matrices(with_tp, 0, "muon")
-    for matrix, of_matrix in zip(plan.matrices, plan.holders, strict=True):
-        ranks = [rank for holders in of_matrix for rank in holders.ranks]
+    for matrix, of_matrix in zip(plan.matrices, plan.replicas, strict=True):
+        ranks = [rank for replicas in of_matrix for rank in replicas.ranks]
         assert ranks in ([0, 1], [2, 3]), matrix.parameter
     assert sum(plan.sent_numels) == sum(matrix.numel for matrix in plan.matrices)
 

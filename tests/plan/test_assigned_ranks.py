@@ -17,7 +17,7 @@ from megalith.plan.assigned_ranks import (
     list_wave_exchanges,
     plan_assigned_ranks,
 )
-from megalith.plan.matrices import Matrix, MatrixSplit, split_into_matrices
+from megalith.plan.matrices import MatrixSplit, WeightMatrix, split_into_matrices
 from megalith.plan.shards import Box, split_evenly
 
 Held = list[Mapping[str, HeldPart]]
@@ -43,7 +43,7 @@ class Layout:
             "mlp.down": ((h, f), 1, 1),
             "moe.experts.down": ((4, h, f), 1, 2),
         }
-        self.matrices: list[Matrix] = []
+        self.matrices: list[WeightMatrix] = []
         self.held: Held = [{} for _ in range(self.num_ranks)]
         for name, (shape, inputs, dim) in shapes.items():
             self.matrices += split_into_matrices(name, shape, inputs, split=split, nope_dim=2)
@@ -157,8 +157,8 @@ def test_assignment_depends_on_names_shapes_and_layout_only() -> None:
 def test_assigned_ranks_hold_elements_of_their_matrices() -> None:
     for seed in range(40):
         plan = Layout(seed).plan()
-        for holders, rank in zip(plan.holders, plan.ranks, strict=True):
-            assert any(rank in one.ranks for one in holders), seed
+        for replicas, rank in zip(plan.replicas, plan.ranks, strict=True):
+            assert any(rank in one.ranks for one in replicas), seed
 
 
 def llama_70b(tp: int, dp: int, *, num_layers: int = 80) -> AssignedRanksPlan:
@@ -171,7 +171,7 @@ def llama_70b(tp: int, dp: int, *, num_layers: int = 80) -> AssignedRanksPlan:
         "mlp.gate_up": ((2, f, h), 1, 1),
         "mlp.down": ((h, f), 1, 1),
     }
-    matrices: list[Matrix] = []
+    matrices: list[WeightMatrix] = []
     held: list[dict[str, HeldPart]] = [{} for _ in range(tp * dp)]
     for layer, (word, (shape, inputs, dim)) in product(range(num_layers), shapes.items()):
         name = f"layers.{layer}.{word}"

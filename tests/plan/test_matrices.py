@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from megalith.plan.matrices import Matrix, split_into_matrices
+from megalith.plan.matrices import WeightMatrix, split_into_matrices
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "layers.0.attention.q": ((7, 6, 24), 1),
@@ -33,7 +33,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
 }
 
 
-def split(name: str, kind: str = "matrices") -> list[Matrix]:
+def split(name: str, kind: str = "matrices") -> list[WeightMatrix]:
     shape, inputs = SHAPES[name]
     # kind is a literal in the tests
     return split_into_matrices(name, shape, inputs, split=kind, nope_dim=6)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_matrices_partition_a_parameter(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["matrices", "heads", "fused"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_states_of_equal_matrices_are_numbered(name: str, kind: str) -> None:
-    by_state: dict[str, list[Matrix]] = {}
+    by_state: dict[str, list[WeightMatrix]] = {}
     for matrix in split(name, kind):
         by_state.setdefault(matrix.state_name, []).append(matrix)
     for matrices in by_state.values():

@@ -11,7 +11,7 @@ from megalith.optim.muon import Muon
 from megalith.optim.rules import UpdateScalars
 from megalith.optim.slots import OptimizerSlot
 from megalith.plan.assigned_ranks import AssignedRanksPlan, Piece, WaveExchange
-from megalith.plan.matrices import Matrix, MatrixSplit
+from megalith.plan.matrices import MatrixSplit, WeightMatrix
 from megalith.plan.shards import Box
 from megalith.verify.faults.plant import Original, replaces
 
@@ -25,9 +25,9 @@ def keys_orthogonalized_with_values(
     *,
     split: MatrixSplit,
     nope_dim: int | None,
-) -> list[Matrix]:
+) -> list[WeightMatrix]:
     """Muon orthogonalizes keys and values as one matrix."""
-    matrices: list[Matrix] = original(
+    matrices: list[WeightMatrix] = original(
         name,
         shape,
         inputs,
@@ -66,10 +66,10 @@ def replica_without_direction(
     original: Original, plan: AssignedRanksPlan, rank: int
 ) -> list[WaveExchange]:
     """Only the first of the ranks with copies of the same elements gets the update direction."""
-    holders = tuple(
-        tuple(one._replace(ranks=one.ranks[:1]) for one in of_matrix) for of_matrix in plan.holders
+    replicas = tuple(
+        tuple(one._replace(ranks=one.ranks[:1]) for one in of_matrix) for of_matrix in plan.replicas
     )
-    exchanges: list[WaveExchange] = original(replace(plan, holders=holders), rank)
+    exchanges: list[WaveExchange] = original(replace(plan, replicas=replicas), rank)
     return exchanges
 
 
