@@ -82,10 +82,32 @@ def print_layout(
     for line in (
         *_expert_lines(layout),
         *_rhythm_lines(layout),
+        *_matrix_rule_lines(layout),
         *_traffic_lines(traffic, place),
         *_adapter_lines(workload, place),
     ):
         console.print(line)
+
+
+def _matrix_rule_lines(layout: Explanation) -> Iterator[str]:
+    for row in layout.matrix_rules:
+        yield (
+            f"{row.rule}: {row.matrices:,} matrices, {row.fewest} to {row.most} assigned to each "
+            f"of {row.ranks} ranks of a stage; the highest cost of a rank is {row.imbalance:.2f} "
+            f"times the mean, that of the largest matrix {row.largest:.2f} times."
+        )
+        if row.flops_share is not None:
+            yield (
+                f"  Newton-Schulz steps: {100 * row.flops_share:.2g} % of the FLOPs of a training "
+                "step, divided among the ranks."
+            )
+        if row.nbytes:
+            yield (
+                f"  Pieces of matrices and directions: a rank sends up to {_bytes(row.nbytes)} per "
+                f"step, in {row.waves} waves."
+            )
+        if row.state:
+            yield f"  States of whole matrices: up to {_bytes(row.state)} per rank."
 
 
 def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:

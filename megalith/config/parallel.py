@@ -159,6 +159,11 @@ class ParallelConfig:
     """Minimum number of elements of a gradient bucket; each bucket is reduced over dp as soon as
     its gradients are ready."""
 
+    bucket_alignment: Literal["none", "matrices"] = "none"
+    """Where the ZeRO slices of a bucket may end. matrices: not inside weight matrices, so that each
+    is whole on one rank (of its tensor-parallel ranks) and an update rule per matrix, such as
+    optim.kind=muon, needs no messages along dp; slices are padded, and buckets grow."""
+
     overlap: bool = True
     """Overlap communication with computation: gradient reduction with backward, parameter
     all-gather with forward, pipeline messages with other microbatches, ring attention

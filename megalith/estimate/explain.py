@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
+from megalith.estimate.matrices import MatrixRuleRow, matrix_rule_rows
 from megalith.estimate.memory import build_layer_setting, has_ema_on_device
 from megalith.estimate.workload import Workload
 from megalith.plan.batch_schedule import largest_batch_size
@@ -203,6 +204,9 @@ class Explanation:
 
     rhythm: StepSummary
 
+    matrix_rules: tuple[MatrixRuleRow, ...] = ()
+    """Update rules per matrix and their assigned ranks."""
+
 
 def explain(workload: Workload) -> Explanation:
     """Return the description of a run's layout."""
@@ -227,6 +231,7 @@ def explain(workload: Workload) -> Explanation:
         parts=tuple(part_rows(workload)),
         experts=experts_row(workload),
         rhythm=rhythm(workload),
+        matrix_rules=tuple(matrix_rule_rows(workload)),
     )
 
 

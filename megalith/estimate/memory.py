@@ -9,13 +9,19 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import lcm
 from typing import NamedTuple
 
 from megalith.config.parallel import ContextKind
 from megalith.config.train import TrainRun
+from megalith.estimate.buckets import buffer_plan, divides, zero_shard_counts
+from megalith.estimate.matrices import (
+    count_state_numels,
+    list_assigned_rules,
+    plan_stage_matrices,
+    update_nbytes,
+)
 from megalith.estimate.workload import Workload, stage_activations
-from megalith.plan.buckets import BucketPlan, local_bucket_parts, plan_buckets
+from megalith.plan.buckets import local_bucket_parts
 from megalith.plan.context import layer_context_kind
 from megalith.plan.costs import loss_chunk_size
 from megalith.plan.devices import (
@@ -33,7 +39,6 @@ from megalith.plan.layers.base import (
     ExpertPart,
     HeldParameter,
     LayerSetting,
-    tensor_part,
     total,
 )
 from megalith.plan.parameters import distinct_ranks
@@ -59,7 +64,8 @@ class RankMemory:
     """fp32 master weights of 16-bit weights: 4 · N; N / D with zero >= 1."""
 
     moments: int
-    """AdamW's moments, 8 · N, or SGD's momentum, 4 · N; N / D with zero >= 1."""
+    """AdamW's moments, 8 · N, or the momentum of SGD or Muon, 4 · N; N / D with zero >= 1. Of SOAP,
+    NorMuon and AdaMuon, the states of the matrices assigned to the rank with the most."""
 
     ema: int = 0
     """Moving average of the weights (train.ema) on the device: 4 · N; N / D with zero >= 1."""
@@ -72,7 +78,7 @@ class RankMemory:
 
     working: int
     """Temporary tensors of the current layer: gradients of activations, recomputed and gathered
-    tensors."""
+    tensors; or, if more, those of the exchange with assigned ranks in the update."""
 
     messages: int
     """Tensors sent between pipeline stages."""
@@ -199,60 +205,16 @@ def place_memory(
         working=state.working + peak.working,
         messages=_message_bytes(workload, pp_rank),
     )
+    moment, exchanged = peak.moment, update_nbytes(workload, pp_rank)
+    if exchanged > tensors.total - tensors.state:
+        # activations and buffers of gradient reduction are freed before the update
+        tensors = replace(state, working=exchanged)
+        moment = "update"
     memory = tensors if device is None else _add_device_overhead(tensors, workload, device)
-    return PlaceMemory(pp_rank, tp_rank, memory, peak.in_flight, peak.moment, peak.host)
+    return PlaceMemory(pp_rank, tp_rank, memory, peak.in_flight, moment, peak.host)
 
 
 # --- what stays from step to step
-
-
-def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> BucketPlan:
-    """Return the layout of the flat gradient buffer for these parameters; weights have the same
-    layout.
-
-    Under ZeRO a bucket holds only parameters that are summed over the same ranks, and a table that
-    two stages share has its own bucket, so that shards of ranks with other sizes coincide.
-    """
-    run, divided = workload.run, divides(workload)
-    kinds = [(one.grid, _kind(workload, one) if divided else "") for one in parameters]
-    stacks: list[list[int]] = []
-    for number, one in enumerate(parameters):
-        if one.stacked and kinds[number] == kinds[number - 1]:
-            stacks[-1].append(number)
-        else:
-            stacks.append([number])
-    shared = workload.shared_tables() if divided else {}
-    return plan_buckets(
-        [one.numel for one in parameters],
-        bucket_numel=run.parallel.bucket_numel,
-        end_align=64 * lcm(workload.shards, workload.expert_shards),
-        alone=[number for number, one in enumerate(parameters) if one.name in shared],
-        contiguous=[stack for stack in stacks if len(stack) > 1],
-        kinds=kinds,
-    )
-
-
-def divides(workload: Workload) -> bool:
-    """Return whether ZeRO shards anything: a rank owns less than it computes with."""
-    return max(workload.shards, workload.expert_shards) > 1
-
-
-def zero_shard_counts(
-    workload: Workload, plan: BucketPlan, parameters: Sequence[HeldParameter]
-) -> list[int]:
-    """Return the number of ZeRO shards of each bucket, whose parameters are all on one grid."""
-    return [workload.num_zero_shards(parameters[bucket.members[0]]) for bucket in plan.buckets]
-
-
-def _kind(workload: Workload, one: HeldParameter) -> str:
-    """Return over which tensor-parallel ranks the gradient is summed; "": none."""
-    run = workload.run
-    copies = tensor_part(run.model, tp=run.parallel.tp, rank=0).kv_copies
-    if one.cut or (one.summed == "sp" and not run.parallel.sp):
-        return ""
-    return (
-        "those with the same heads" if one.summed == "heads" or copies == run.parallel.tp else "all"
-    )
 
 
 def _state(
@@ -299,11 +261,15 @@ def _state(
         count * count_slice_states(run.optim, rule_of(one.name, int(one.matrix), run.optim))
         for count, one in zip(local, trained_parameters, strict=True)
     )
+    matrix_states = sum(
+        max(count_state_numels(run, rule, plan_stage_matrices(workload, pp_rank, rule)))
+        for rule in list_assigned_rules(run)
+    )
     return RankMemory(
         weights=width.value * buffer + unbuffered_bytes,
         gradients=width.sums * gradients,
         master=width.master * num_local,
-        moments=width.sums * states,
+        moments=width.sums * (states + matrix_states),
         ema=width.sums * num_local if has_ema_on_device(run) else 0,
         activations=0,
         loss=0,

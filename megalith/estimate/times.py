@@ -10,14 +10,19 @@ from megalith.config.lora import lora_layers
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
+from megalith.estimate.buckets import buffer_plan, divides
+from megalith.estimate.matrices import (
+    list_assigned_rules,
+    matrix_rule_rows,
+    message_width,
+    plan_stage_matrices,
+)
 from megalith.estimate.memory import (
     WIRE_BYTES,
     GatheredUnit,
     borders,
     boundary_tensors,
-    buffer_plan,
     build_layer_setting,
-    divides,
     gathered_units,
     keeps_gathered,
     sharded_rows,
@@ -106,6 +111,7 @@ def step_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> list[Traffic
         *_exchange_traffic(workload, pp_rank, tp_rank),
         *_pipeline_traffic(workload, pp_rank),
         *_data_traffic(workload, pp_rank, tp_rank),
+        *_matrix_traffic(workload, pp_rank),
     ]
     return [row for row in rows if row.ranks > 1 and row.nbytes > 0]
 
@@ -128,6 +134,29 @@ def _traffic(message: Message) -> Traffic:
         nbytes=message.nbytes,
         behind=message.behind,
     )
+
+
+# --- assigned ranks
+
+NEWTON_SCHULZ = "Newton-Schulz steps"
+"""Computation that overlaps the exchange with assigned ranks."""
+
+
+def _matrix_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """Yield what the rank of a stage that sends the most sends to and from assigned ranks."""
+    run = workload.run
+    axes = [axis for axis in ("dp", "cp", "tp") if workload.grid.size(axis) > 1]
+    for rule in list_assigned_rules(run):
+        plan = plan_stage_matrices(workload, pp_rank, rule)
+        yield Traffic(
+            "_".join(axes),
+            "matrices to assigned ranks, and directions",
+            "all_to_all",
+            plan.num_ranks,
+            2 * plan.num_waves,
+            message_width(run, rule) * max(plan.sent_numels),
+            NEWTON_SCHULZ if run.parallel.overlap and rule == "muon" else "",
+        )
 
 
 # --- tp
@@ -739,6 +768,9 @@ def _overlap_share(workload: Workload, row: Traffic) -> float:
     """Return the fraction of a step's computation that can overlap this communication; backward is
     two thirds."""
     num_microbatches = workload.num_microbatches
+    if row.behind == NEWTON_SCHULZ:
+        hidden = (rule.flops_share or 0.0 for rule in matrix_rule_rows(workload))
+        return sum(hidden) * (1 - 2 / row.calls)  # all waves but one
     shares = {
         "": 0.0,
         "last backward": 2 / 3 / num_microbatches,

@@ -86,6 +86,7 @@ def _translate_muon(draft: Draft, optimizer: str) -> set[str]:
     draft.put("--optimizer", "optim.kind", "muon")
     if optimizer == "dist_muon":
         draft.put("--optimizer", "parallel.zero", 1)
+        draft.put("--optimizer", "parallel.bucket_alignment", "matrices")
     for flag in _MUON:
         draft.copy(flag)
     nesterov = any(arguments.value(flag) for flag in _NESTEROV)

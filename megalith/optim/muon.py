@@ -22,7 +22,7 @@ class Muon:
     one matrix per matmul.
     """
 
-    roles = ("momentum",)
+    roles: tuple[str, ...] = ("momentum",)
 
     def __init__(self, config: OptimConfig) -> None:
         self.config: MuonConfig = config.muon

@@ -10,9 +10,11 @@ from megalith.config.fields import range_problems
 from megalith.config.optim import OptimConfig
 from megalith.config.plugins import load_plugin
 from megalith.config.tree import build_section
-from megalith.errors import ConfigError, PlanError, raise_all
+from megalith.errors import ConfigError, raise_all
+from megalith.optim.adafactor import Adafactor
 from megalith.optim.adamw import AdamW
 from megalith.optim.lion import Lion
+from megalith.optim.muon import Muon
 from megalith.optim.rules import ElementwiseRule, MatrixRule, SummedRule, UpdateRule, UpdateScalars
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.sgd import SGD
@@ -24,13 +26,21 @@ from megalith.optim.slots import (
     group_by_rates,
     round_master_weights,
 )
+from megalith.optim.soap import Soap
 from megalith.plan.shards import Shard
 from megalith.plan.update_rules import PLUGIN_RULE, list_per_matrix_rules, rule_of
 
 BuildRule = Callable[[OptimConfig], UpdateRule]
 """Builds a rule from the settings of the optimizer."""
 
-RULES: Mapping[str, BuildRule] = {"adamw": AdamW, "sgd": SGD, "lion": Lion}
+RULES: Mapping[str, BuildRule] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+    "soap": Soap,
+    "adafactor": Adafactor,
+}
 """Built-in update rules by the name in `optim.kind`."""
 
 
@@ -39,15 +49,9 @@ def build_rule(name: str, config: OptimConfig) -> UpdateRule:
 
     Raises:
         ConfigError: the class of the plug-in is not an update rule.
-        PlanError: the rule is not implemented.
     """
     if name == PLUGIN_RULE:
         return _build_plugin_rule(config)
-    if name not in RULES:
-        raise PlanError(
-            f"optim.kind={name} is not implemented yet. Set optim.kind to one of "
-            f"{', '.join(RULES)}."
-        )
     return RULES[name](config)
 
 

@@ -55,6 +55,7 @@ from megalith.plan.buckets import (
     plan_buckets,
 )
 from megalith.plan.shards import Shard
+from megalith.plan.update_rules import is_feature_matrix
 
 SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
 REPLICAS_OVER = {"dense": ("dp_replica",), "expert": ("edp_replica",)}
@@ -240,6 +241,7 @@ class BucketedDataParallel:
         """Whether weights are sharded: a rank updates less than it computes with."""
         self.drops_gradients = config.zero == 2 and self.divided
         """Whether gradients are sharded (ZeRO-2): those of a bucket are freed once reduced."""
+        self._aligns_matrices = config.bucket_alignment == "matrices" and self.divided
         runs = self._find_runs(model, trained)
         self.plan: BucketPlan = self._plan_buckets(runs.values(), config.bucket_numel)
         first_shards = [self._first(index) for index in range(len(self.plan.buckets))]
@@ -507,13 +509,23 @@ class BucketedDataParallel:
             ],
             contiguous=list({run for own in runs for run in own if len(run) > 1}),
             kinds=[self._kind(shard) for shard in self.shards],
+            whole_in={
+                self._kind(shard): self.divisions[shard.grid].slices.size
+                for shard in self.shards
+                if self._is_aligned(shard)
+            },
         )
 
     def _kind(self, shard: Shard) -> tuple[str, ...]:
-        """Return what all parameters of a bucket have in common: the grid, the dtype, and the axes
-        over which their slices are summed."""
+        """Return what all parameters of a bucket have in common: the grid, the dtype, the axes over
+        which their slices are summed, and whether they must be whole in a slice."""
         several = (axis for axis in tp_reduce_axes(shard) if self.mesh.over(axis).size > 1)
-        return shard.grid, shard.dtype, *(several if self.divided else ())
+        aligned = ("matrices",) if self._is_aligned(shard) else ()
+        return shard.grid, shard.dtype, *(several if self.divided else ()), *aligned
+
+    def _is_aligned(self, shard: Shard) -> bool:
+        """Return whether slices may not end inside this parameter."""
+        return self._aligns_matrices and is_feature_matrix(shard.name, shard.inputs)
 
     def _division(self, index: int) -> ShardGroups:
         """Return the groups of a bucket."""

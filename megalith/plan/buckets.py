@@ -6,9 +6,10 @@ dtypes, each bucket holds parameters of one, and lies in the flat buffer of its 
 `flat_buffer_offsets`.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
+from types import MappingProxyType
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
@@ -68,6 +69,10 @@ class BucketSlice:
     """The same elements, as offsets in the parameter."""
 
 
+NOT_ALIGNED: Mapping[Hashable, int] = MappingProxyType({})
+"""No kind of parameters has to be whole in one slice."""
+
+
 def flat_buffer_offsets(
     lengths: Sequence[int], dtypes: Sequence[str]
 ) -> tuple[list[int], dict[str, int]]:
@@ -125,6 +130,7 @@ def plan_buckets(
     alone: Collection[int] = (),
     contiguous: Sequence[Sequence[int]] = (),
     kinds: Sequence[Hashable] | None = None,
+    whole_in: Mapping[Hashable, int] = NOT_ALIGNED,
 ) -> BucketPlan:
     """Lay out the gradients of parameters with these element counts, given in registration order.
 
@@ -140,11 +146,12 @@ def plan_buckets(
     bucket, because one matmul writes them all; a run is placed where its last parameter would be.
     kinds: one per parameter; a bucket holds one kind, and its layout does not depend on the other
     kinds, so that ranks on which the parameters of one kind have the same sizes split them alike.
-    Unset: all are of one kind.
+    Unset: all are of one kind. whole_in: kinds whose parameters and runs must each be whole in one
+    of this many slices of a bucket; see `_pack_whole`.
 
     Raises:
-        PlanError: a size is negative, an alignment is below one, or `alone`, `contiguous` and
-            `kinds` contradict each other.
+        PlanError: a size is negative, an alignment is below one, `alone`, `contiguous` and `kinds`
+            contradict each other, or parameters cannot be whole in slices of about equal length.
     """
     kinds = [None] * len(sizes) if kinds is None else kinds
     _check(sizes, bucket_numel, align, end_align, alone, contiguous, kinds)
@@ -152,9 +159,11 @@ def plan_buckets(
     units = list(enumerate(_units(len(sizes), contiguous)))
     packed: list[_Packed] = []
     for kind in dict.fromkeys(kinds):
-        packed += _pack(
-            [unit for unit in units if kinds[unit[1][0]] == kind], sizes, bucket_numel, align, alone
-        )
+        own = [unit for unit in units if kinds[unit[1][0]] == kind]
+        if whole_in.get(kind, 1) > 1:
+            packed += _pack_whole(own, sizes, bucket_numel, align, quantum, whole_in[kind])
+        else:
+            packed += _pack(own, sizes, bucket_numel, align, alone)
     slots: list[BucketSlot | None] = [None] * len(sizes)
     buckets: list[Bucket] = []
     start = 0
@@ -165,6 +174,10 @@ def plan_buckets(
         buckets.append(Bucket(start, stop, tuple(bucket.offsets)))
         start = stop
     return BucketPlan(tuple(slot for slot in slots if slot is not None), tuple(buckets))
+
+
+PlacedUnit = tuple[int, tuple[int, ...]]
+"""Placement index of parameters that lie together, and their numbers."""
 
 
 @dataclass(slots=True)
@@ -182,7 +195,7 @@ class _Packed:
 
 
 def _pack(
-    units: Sequence[tuple[int, tuple[int, ...]]],
+    units: Sequence[PlacedUnit],
     sizes: Sequence[int],
     bucket_numel: int | None,
     align: int,
@@ -202,6 +215,103 @@ def _pack(
             bucket.length += sizes[number]
         full = is_alone or (bucket_numel is not None and bucket.length >= bucket_numel)
     return packed
+
+
+LONGEST_SLICE = 1.15
+"""Length of the longest slice relative to the mean up to which a bucket of whole matrices is padded
+(heuristic: at most 13 % of memory and messages are padding)."""
+
+
+def _pack_whole(
+    units: Sequence[PlacedUnit],
+    sizes: Sequence[int],
+    bucket_numel: int | None,
+    align: int,
+    quantum: int,
+    num_slices: int,
+) -> list[_Packed]:
+    """Pack units into buckets such that each is whole in one slice.
+
+    A bucket closes once it has `bucket_numel` elements and its longest slice is at most
+    `LONGEST_SLICE` times the mean; it is padded so that all slices are as long as the longest.
+
+    Raises:
+        PlanError: even one bucket with all units has no such slices.
+    """
+    packed: list[_Packed] = []
+    groups: list[list[PlacedUnit]] = []
+    current: list[PlacedUnit] = []
+
+    def numel(group: Sequence[PlacedUnit]) -> int:
+        return sum(sizes[number] for _, unit in group for number in unit)
+
+    for unit in units:
+        current.append(unit)
+        is_full = bucket_numel is not None and numel(current) >= bucket_numel
+        if is_full and _imbalance(current, sizes, align, num_slices) <= LONGEST_SLICE:
+            groups.append(current)
+            current = []
+    while current and _imbalance(current, sizes, align, num_slices) > LONGEST_SLICE:
+        if not groups:
+            ratio = _imbalance(current, sizes, align, num_slices)
+            raise PlanError(
+                f"parallel.bucket_alignment=matrices: {len(current)} weight matrices, or groups of "
+                f"them that one matmul writes, cannot be divided among {num_slices} ranks: the "
+                f"longest slice would be {ratio:.2f} times the mean, more than {LONGEST_SLICE}. "
+                "Set parallel.bucket_alignment=none, or a larger parallel.dp_replicate."
+            )
+        current = groups.pop() + current
+    groups += [current] if current else []
+    for group in groups:
+        slices = _divide(group, sizes, align, num_slices)
+        longest = max(sum(_aligned(unit, sizes, align) for _, unit in own) for own in slices)
+        length = round_up(longest, quantum // num_slices)
+        offsets: dict[int, int] = {}
+        for index, own in enumerate(slices):
+            offset = index * length
+            for _, numbers in own:
+                for number in numbers:
+                    offsets[number] = offset
+                    offset += sizes[number]
+                offset = round_up(offset, align)
+        packed.append(_Packed(offsets, num_slices * length, max(place for place, _ in group)))
+    return packed
+
+
+def _aligned(unit: Sequence[int], sizes: Sequence[int], align: int) -> int:
+    """Return the elements of a unit, with padding up to the next."""
+    return round_up(sum(sizes[number] for number in unit), align)
+
+
+def _divide(
+    units: Sequence[PlacedUnit],
+    sizes: Sequence[int],
+    align: int,
+    num_slices: int,
+) -> list[list[PlacedUnit]]:
+    """Divide units among slices, the longest first, each to the shortest slice so far; within a
+    slice they are in the order of placement."""
+    slices: list[list[PlacedUnit]] = [[] for _ in range(num_slices)]
+    lengths = [0] * num_slices
+    for place, unit in sorted(units, key=lambda each: (-_aligned(each[1], sizes, align), each[0])):
+        shortest = min(range(num_slices), key=lambda index: (lengths[index], index))
+        slices[shortest].append((place, unit))
+        lengths[shortest] += _aligned(unit, sizes, align)
+    return [sorted(own) for own in slices]
+
+
+def _imbalance(
+    units: Sequence[PlacedUnit],
+    sizes: Sequence[int],
+    align: int,
+    num_slices: int,
+) -> float:
+    """Return the length of the longest slice relative to the mean."""
+    lengths = [
+        sum(_aligned(unit, sizes, align) for _, unit in own)
+        for own in _divide(units, sizes, align, num_slices)
+    ]
+    return max(lengths) * num_slices / max(sum(lengths), 1)
 
 
 def _units(count: int, contiguous: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -277,6 +387,12 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
     """Return an error text for each ZeRO or HSDP setting that cannot work on `dp` data-parallel
     ranks."""
     p, problems = parallel, []
+    if p.bucket_alignment == "matrices" and p.zero not in (1, 2):
+        problems.append(
+            f"parallel.bucket_alignment={p.bucket_alignment} with parallel.zero={p.zero}: only "
+            "parallel.zero 1 and 2 cut buckets into slices. Set parallel.zero=1, or "
+            "parallel.bucket_alignment=none."
+        )
     if p.dp_replicate > 1 and p.zero == 0:
         problems.append(
             f"parallel.dp_replicate={p.dp_replicate} with parallel.zero={p.zero}: nothing is "

@@ -45,7 +45,7 @@ from megalith.plan.schedule import SPLIT_SCHEDULES, pairing_problems, schedule_n
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.shards import fully_sharded_problems
 from megalith.plan.stages import plan_stages, select_rank_stages, stages_problems
-from megalith.plan.update_rules import update_rule_problems
+from megalith.plan.update_rules import list_per_matrix_rules, update_rule_problems
 from megalith.rules.model import relation_problems
 from megalith.rules.moe import check_single_expert_weight, expert_layout_problems
 
@@ -855,6 +855,18 @@ def check_callbacks_are_installed(run: TrainRun, world: int) -> str | None:
     )
 
 
+def check_bucket_alignment_has_matrix_rule(run: TrainRun, world: int) -> str | None:
+    """Check that an update rule needs the whole matrices to which buckets are aligned."""
+    alignment, optim = run.parallel.bucket_alignment, run.optim
+    if alignment == "none" or optim.plugin is not None or list_per_matrix_rules(optim):
+        return None
+    return (
+        f"parallel.bucket_alignment={alignment} with optim.kind={optim.kind}: no update rule needs "
+        "whole matrices, so padding would be wasted. Set parallel.bucket_alignment=none, or "
+        "optim.kind=muon."
+    )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     check_kv_heads_fit_tp,
     check_kv_head_replication_is_uniform,
@@ -877,6 +889,7 @@ RULES: tuple[Rule, ...] = (
     check_zero3_chunks_share_no_table,
     check_eval_steps,
     check_best_metric,
+    check_bucket_alignment_has_matrix_rule,
     check_weight_decay,
     check_num_samples,
     check_lr_scaling_has_schedule,

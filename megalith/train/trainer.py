@@ -18,10 +18,11 @@ from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import BuildContext, build_context, init_param_
 from megalith.observe.machine import DTYPES
 from megalith.observe.timers import Timers
+from megalith.optim.assigned_ranks import build_matrix_updater
 from megalith.optim.diloco import OuterOptimizer
 from megalith.optim.ema import EMA, WeightEMA
 from megalith.optim.loss_scale import build_loss_scale
-from megalith.optim.optimizer import RuleOptimizer, is_clipped
+from megalith.optim.optimizer import BuildMatrixUpdater, RuleOptimizer, is_clipped
 from megalith.optim.qk_clip import QKClip
 from megalith.optim.slots import Optimizer, RatesOf, equal_rates, find_first_replicas
 from megalith.parallel.collectives import no_overlap
@@ -55,11 +56,14 @@ from megalith.train.step import Trainer, WeightUpdate
 
 
 def build_optimizer(
-    weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = equal_rates
+    weights: Sequence[tuple[Shard, Tensor]],
+    config: OptimConfig,
+    rates: RatesOf = equal_rates,
+    build_updater: BuildMatrixUpdater | None = None,
 ) -> Optimizer:
-    """Build the optimizer over these shards; `rates`: update rule and factors of each
-    parameter."""
-    return RuleOptimizer(weights, config, rates)
+    """Build the optimizer over these shards; `rates`: update rule and factors of each parameter;
+    `build_updater`: of rules per matrix, which is collective over a pipeline stage."""
+    return RuleOptimizer(weights, config, rates, build_updater)
 
 
 # --- model chunks of this rank and their losses
@@ -194,7 +198,17 @@ def build_trainer(
         return parameter_rates(run.model, run.optim, shard.name, shard.inputs)
 
     optimizer = build_optimizer(
-        [(param.shard, param.weight) for param in data.local_params], run.optim, rates
+        [(param.shard, param.weight) for param in data.local_params],
+        run.optim,
+        rates,
+        partial(
+            build_matrix_updater,
+            mesh=mesh,
+            optim=run.optim,
+            nope_dim=None if run.model.mla is None else run.model.mla.nope_dim,
+            overlap=run.parallel.overlap,
+            device=device,
+        ),
     )
     score_monitor = build_score_monitor(run, optimizer)
     ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)

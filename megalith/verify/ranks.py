@@ -728,6 +728,16 @@ def _compare_experts(result: RankResult, reference: RankResult) -> Iterator[Diff
         yield _tensors("expert biases", biases, reference_biases, exact=True)
 
 
+def parameter_of_state(key: str) -> str:
+    """Return the parameter of an optimizer state in a checkpoint, whose key may end with the part
+    of the parameter that the state belongs to.
+
+    >>> parameter_of_state("optimizer.row_mean.layers.0.attention.kv_up.key")
+    'layers.0.attention.kv_up'
+    """
+    return key.split(".", 2)[2].removesuffix(".key").removesuffix(".value")
+
+
 def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Iterator[Difference]:
     """Compare gradient norms, weights and moments with those that torch.optim computes on one
     process."""
@@ -749,7 +759,7 @@ def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Itera
     moments = {
         name: tensor
         for name, tensor in result.stored.items()
-        if name.startswith("optimizer.") and name.split(".", 2)[2] not in last.others
+        if name.startswith("optimizer.") and parameter_of_state(name) not in last.others
     }
     if moments or last.states:
         yield _tensors("moments against torch.optim", moments, last.states)

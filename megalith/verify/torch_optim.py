@@ -18,6 +18,7 @@ from megalith.optim.slots import Optimizer
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.shards import Shard
 from megalith.plan.update_rules import rule_of
+from megalith.verify.muon import ReferenceMuon, has_muon_reference
 
 STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 """Role of an optimizer state in a checkpoint -> its name in torch.optim."""
@@ -192,6 +193,10 @@ def _build_optimizers(
     if own := options.get("adamw"):
         adam = torch.optim.AdamW if c.decoupled_weight_decay else torch.optim.Adam
         optimizers.append(adam(own, betas=(c.beta1, c.beta2), foreach=False))
+    if (own := options.get("muon")) and has_muon_reference(c.muon):
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        nope_dim = None if run.model.mla is None else run.model.mla.nope_dim
+        optimizers.append(ReferenceMuon(own, names, c.muon, nope_dim))
     return optimizers
 
 

@@ -317,6 +317,7 @@ def test_muon_updates_routers_as_in_megatron(tiny: Translate) -> None:
     assert (routers.match, routers.kind) == (("*.moe.router",), "muon")
     assert (ends.name, ends.lr) == ("embedding_and_output", 1e-3)
     assert done.run.parallel.zero == 1
+    assert done.run.parallel.bucket_alignment == "matrices"
 
 
 def test_lion_and_soap_are_translated(tiny: Translate) -> None:

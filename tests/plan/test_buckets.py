@@ -11,6 +11,7 @@ import pytest
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.plan.buckets import (
+    LONGEST_SLICE,
     BucketPlan,
     bucket_slice,
     local_bucket_parts,
@@ -368,3 +369,52 @@ def test_bf16_reduction_without_sharding_is_rejected_and_zero_without_shards_is_
 
 def test_no_note_without_anything_to_shard() -> None:
     assert zero_notes(ParallelConfig(), 1) == zero_notes(ParallelConfig(zero=3), 2) == []
+
+
+# --- slices of whole matrices
+
+
+def test_units_are_whole_in_slices_of_about_equal_length() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        dp, numel = rng.randint(2, 5), rng.choice([1, 500, 5000, None])
+        layer = rng.choices([300, 500, 700, 1100], k=rng.randint(2, 5))
+        sizes = [40, *layer * 2 * dp * rng.randint(2, 4), 900]
+        kinds = ["other", *["matrix"] * (len(sizes) - 2), "other"]
+        runs = [[number, number + 1] for number in range(1, len(sizes) - 2, len(layer))]
+        plan = plan_buckets(
+            sizes,
+            bucket_numel=numel,
+            end_align=64 * dp,
+            contiguous=runs,
+            kinds=kinds,
+            whole_in={"matrix": dp},
+        )
+        assert [slot.stop - slot.start for slot in plan.slots] == sizes, seed
+        in_order = sorted(spans(plan))
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(in_order)), seed
+        for first, second in runs:
+            assert plan.slots[first].stop == plan.slots[second].start, seed
+        for rank in range(dp):
+            parts = local_bucket_parts(plan, [(rank, dp)] * len(plan.buckets))
+            matrices = [part for part in parts if kinds[part.number] == "matrix"]
+            assert all(part.flat == (0, sizes[part.number]) for part in matrices), seed
+        for bucket in plan.buckets:
+            if kinds[bucket.members[0]] == "matrix":
+                lengths = sum(sizes[number] for number in bucket.members)
+                padding = 64 * (len(bucket.members) + dp)
+                assert bucket.stop - bucket.start <= LONGEST_SLICE * (lengths + padding), seed
+
+
+def test_matrices_that_cannot_be_divided_are_rejected() -> None:
+    with pytest.raises(
+        PlanError, match=r"bucket_alignment=matrices: 3 weight matrices.*2 ranks.*1\.33"
+    ):
+        plan_buckets([640] * 3, bucket_numel=1, kinds=["a"] * 3, whole_in={"a": 2})
+
+
+def test_alignment_to_matrices_needs_slices_of_buckets() -> None:
+    for zero in (0, 3):
+        (problem,) = zero_problems(ParallelConfig(zero=zero, bucket_alignment="matrices"), 2)
+        assert problem.startswith(f"parallel.bucket_alignment=matrices with parallel.zero={zero}")
+        assert "parallel.zero=1" in problem

@@ -201,6 +201,12 @@ CASES = [
         "Set parallel.zero=1",
     ),
     (
+        {"parallel__bucket_alignment": "matrices", "parallel__zero": "1"},
+        2,
+        "parallel.bucket_alignment=matrices with optim.kind=adamw",
+        "optim.kind=muon",
+    ),
+    (
         {"optim__nesterov": "true"},
         1,
         "optim.nesterov=true needs optim.kind=sgd",

@@ -120,5 +120,8 @@ def test_matrix_has_rows_with_every_optimizer() -> None:
         ("adamw", True),
         ("adamw", False),
         ("sgd", True),
+        ("muon", True),
+        ("soap", True),
+        ("adafactor", True),
     }
     assert any(optim.nesterov for optim in optims)

@@ -27,7 +27,7 @@ NEEDS = (
     *("documents", "uneven masks", "masks", "places", "tied", "bias", "mtp", "own stage"),
     *("shared heads", "whole norms", "sinks", "window", "chunks of documents", "off by one"),
     *("learned positions", "biases by distance", "latent", "memory", "dropout"),
-    *("dropped weights", "adapters", "z loss", "frozen", "groups", "sgd", "qk clip"),
+    *("dropped weights", "adapters", "z loss", "frozen", "groups", "sgd", "muon", "qk clip"),
     *("experts", "capacity", "balancing bias", "balancing offset", "balance over ranks"),
     "transient fault",
 )
@@ -40,7 +40,8 @@ separate stage (`own stage`); context parallelism other than the ring, packed do
 matmul (`rings`), sharded gradients (`zero 2`), QK norms over all heads (`whole norms`), cross-layer
 attention (`memory`), and other variants of attention and embeddings; experts with ep, etp,
 capacity, expert bias or offsets (`balancing bias`, `balancing offset`), or an aux loss over the
-global batch (`balance over ranks`); SGD instead of AdamW (`sgd`), QK-clip (`qk clip`);
+global batch (`balance over ranks`); SGD or Muon instead of AdamW (`sgd`, `muon`), QK-clip
+(`qk clip`);
 gradients that are wrong once on the last rank, which requests a rerun (`transient fault`)."""
 
 
@@ -128,7 +129,7 @@ def changed_model(change: Callable[[Decoder, Mesh], None]) -> AbstractContextMan
 @functools.cache
 def load_faults() -> tuple[Fault, ...]:
     """Return every fault that can be planted."""
-    names = ("layers", "training", "moe")
+    names = ("layers", "training", "moe", "matrices")
     modules = [import_module(f"megalith.verify.faults.{name}") for name in names]
     return tuple(
         fault for module in modules for fault in vars(module).values() if isinstance(fault, Fault)

@@ -16,7 +16,7 @@ from megalith.config.model import (
     RopeConfig,
 )
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
-from megalith.config.optim import GroupConfig, OptimConfig, QkClipConfig
+from megalith.config.optim import GroupConfig, MuonConfig, OptimConfig, QkClipConfig
 from megalith.config.parallel import (
     ContextConfig,
     ContextKind,
@@ -231,11 +231,14 @@ def fault_optim_config(fault: Fault) -> OptimConfig:
     """Return the optimizer config that the fault affects, with frozen parameters or groups."""
     frozen = ("*.mlp.*",) if "frozen" in fault.needs else ()
     group = GroupConfig(name="queries", match=("*.q",), lr_scale=0.1, weight_decay=0.7)
-    kind: Literal["adamw", "sgd"] = "sgd" if "sgd" in fault.needs else "adamw"
+    kinds: dict[str, Literal["sgd", "muon"]] = {"sgd": "sgd", "muon": "muon"}
+    kind: Literal["adamw", "sgd", "muon"] = _choose(fault.needs, kinds, "adamw")
     return OptimConfig(
         kind=kind,
         frozen=frozen,
         groups=(group,) if "groups" in fault.needs else (),
+        # of the scales, unit_rms depends most on the shape
+        muon=MuonConfig(scale="unit_rms") if kind == "muon" else MuonConfig(),
         qk_clip=QkClipConfig(threshold=0.025) if "qk clip" in fault.needs else None,
     )
 
