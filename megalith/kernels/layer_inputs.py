@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.attention.scores import MaxScores, Scores
+from megalith.kernels.attention.scores import MaxScores, ScoreRecord, Scores
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import PackedSeqParams
 
@@ -176,45 +176,6 @@ class Attend(Protocol):
         """
 
 
-class LocalMaxScores(NamedTuple):
-    """Largest scores of the local heads of one attention module."""
-
-    first_head: int
-    """Index of the first local query head among all heads of the model."""
-
-    largest: Tensor
-    """[n_tp], fp32 or float64: see `MaxScores`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRecord:
-    """Largest attention scores of a step on this rank, over its microbatches, by the name of the
-    attention module."""
-
-    by_attention: dict[str, LocalMaxScores] = field(default_factory=dict)
-
-    regions: tuple[set[str], ...] = ()
-    """Names that are recorded already, for each part of the model around that backward recomputes:
-    recomputation does not record again."""
-
-    def start(self, name: str, first_head: int, q: Tensor) -> MaxScores | None:
-        """Return the record of an attention module for queries q [t, n_tp, d]; None if this is a
-        recomputation."""
-        if any(name in names for names in self.regions):
-            return None
-        for names in self.regions:
-            names.add(name)
-        if name not in self.by_attention:
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            largest = q.new_full((q.shape[1],), float("-inf"), dtype=dtype)
-            self.by_attention[name] = LocalMaxScores(first_head, largest)
-        return MaxScores(self.by_attention[name].largest)
-
-    def for_recomputation(self) -> "ScoreRecord":
-        """Return the record for a part of the model that backward recomputes."""
-        return replace(self, regions=(*self.regions, set()))
-
-
 StateStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(x [t, ...], state of each document before its tokens) -> (y [t, ...], state after them)."""
 
@@ -356,12 +317,6 @@ class LayerInputs:
 
     score_record: ScoreRecord | None = None
     """Records the largest attention scores of a training step; None: they are not computed."""
-
-    def record_scores(self, name: str, first_head: int, q: Tensor) -> MaxScores | None:
-        """Return what attention module `name` records its largest scores with; None: nothing."""
-        if self.score_record is None:
-            return None
-        return self.score_record.start(name, first_head, q)
 
     def call_in_each_step(self, function: StepFunction, *tensors: Tensor) -> Tensor:
         """Return `function(*tensors, self)`, whose operations depend on the values of the tensors

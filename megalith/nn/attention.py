@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.scores import AttentionMask, Scores
+from megalith.kernels.attention.scores import AttentionMask, Scores, record_scores
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import with_masks
 from megalith.nn.build import BuildContext, ColumnLinear, RowLinear
@@ -77,7 +77,7 @@ class Attention(nn.Module):
             sinks=self.sinks(),
             attention_bias=inputs.attention_bias,
             dropout_key=inputs.dropout_key,
-            max_scores=inputs.record_scores(self.name, self.first_head, q),
+            max_scores=record_scores(inputs.score_record, self.name, self.first_head, q),
         )
         return self.out(self.gate(heads.flatten(1), gate))
 
@@ -275,7 +275,7 @@ class CrossAttentionBase(nn.Module):
             inputs.seq_params,
             scores=self.scores,
             dropout_key=inputs.dropout_key,
-            max_scores=inputs.record_scores(self.name, self.first_head, q),
+            max_scores=record_scores(inputs.score_record, self.name, self.first_head, q),
         )
         return self.out(heads.flatten(1))
 

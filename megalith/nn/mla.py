@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import MLAConfig, ModelConfig
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.scores import Scores, record_scores
 from megalith.kernels.layer_inputs import AttendOptions, LayerCache, LayerInputs
 from megalith.kernels.linear import einsum
 from megalith.kernels.packed import PackedSeqParams
@@ -228,7 +228,7 @@ class LatentAttention(nn.Module):
             scores=self.scores,
             attention_bias=inputs.attention_bias,
             dropout_key=inputs.dropout_key,
-            max_scores=inputs.record_scores(self.name, self.first_head, q),
+            max_scores=record_scores(inputs.score_record, self.name, self.first_head, q),
         )
         latent_inputs = LatentInputs(q, latent, k_rotated)
         if inputs.cache is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.kernels.layer_inputs import ScoreRecord
+from megalith.kernels.attention.scores import ScoreRecord
 from megalith.optim.qk_clip import QKClip
 from megalith.optim.slots import Optimizer
 from megalith.parallel.group import all_reduce_max_

@@ -12,7 +12,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
-from megalith.kernels.layer_inputs import LayerInputs, ScoreRecord
+from megalith.kernels.attention.scores import ScoreRecord
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import for_one_pass
 from megalith.observe.timers import Timers
 from megalith.parallel.group import all_reduce_max_

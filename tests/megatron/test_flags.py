@@ -333,6 +333,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "optim.muon.newton_schulz",
         "optim.nesterov",
         "optim.trained",
+        "parallel.bucket_alignment",
         "parallel.check_collectives",
         "parallel.collective_matmul",
         "parallel.context.slicing",

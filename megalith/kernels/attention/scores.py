@@ -111,6 +111,53 @@ class MaxScores:
         return replace(self, largest=self.largest.unflatten(0, (ranks, -1))[rank])
 
 
+class LocalMaxScores(NamedTuple):
+    """Largest scores of the local heads of one attention module."""
+
+    first_head: int
+    """Index of the first local query head among all heads of the model."""
+
+    largest: Tensor
+    """[n_tp], fp32 or float64: see `MaxScores`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRecord:
+    """Largest attention scores of a step on this rank, over its microbatches, by the name of the
+    attention module."""
+
+    by_attention: dict[str, LocalMaxScores] = field(default_factory=dict)
+
+    regions: tuple[set[str], ...] = ()
+    """Names that are recorded already, for each part of the model around that backward recomputes:
+    recomputation does not record again."""
+
+    def start(self, name: str, first_head: int, q: Tensor) -> MaxScores | None:
+        """Return the record of an attention module for queries q [t, n_tp, d]; None if this is a
+        recomputation."""
+        if any(name in names for names in self.regions):
+            return None
+        for names in self.regions:
+            names.add(name)
+        if name not in self.by_attention:
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            largest = q.new_full((q.shape[1],), float("-inf"), dtype=dtype)
+            self.by_attention[name] = LocalMaxScores(first_head, largest)
+        return MaxScores(self.by_attention[name].largest)
+
+    def for_recomputation(self) -> "ScoreRecord":
+        """Return the record for a part of the model that backward recomputes."""
+        return replace(self, regions=(*self.regions, set()))
+
+
+def record_scores(
+    record: ScoreRecord | None, name: str, first_head: int, q: Tensor
+) -> MaxScores | None:
+    """Return what attention module `name` records its largest scores with, for queries
+    q [t, n_tp, d]; None: nothing."""
+    return None if record is None else record.start(name, first_head, q)
+
+
 def masked_attention(
     q: Tensor,
     k: Tensor,
