@@ -187,8 +187,9 @@ class RuleOptimizer:
             if isinstance(rule, ElementwiseRule):
                 for rule_slots in parts[name]:
                     rule.update(*rule_slots)
-            else:
-                self._updaters[name].update(parts[name], self.updates)
+        # collective, so in the same order on every rank; that of `rules` depends on its slots
+        for name, updater in self._updaters.items():
+            updater.update(parts[name], self.updates)
         round_master_weights(self.slots)
 
     def set_updates(self, updates: int) -> None:

@@ -72,6 +72,15 @@ class Optimizer(Protocol):
         """Return the states of whole matrices on this rank: shard, role and tensor."""
 
 
+def zero_states(optimizer: Optimizer) -> None:
+    """Set all states of an optimizer to zero, those of whole matrices included."""
+    for slot in optimizer.slots:
+        for tensor in slot.state.values():
+            tensor.zero_()
+    for _, _, tensor in optimizer.list_matrix_states():
+        tensor.zero_()
+
+
 def build_slot(
     shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
 ) -> OptimizerSlot:

@@ -171,7 +171,7 @@ def _unused_rule_problems(
     optim: OptimConfig, used: Counter[str], trained: Sequence[HeldParameter]
 ) -> Iterator[str]:
     """Yield errors of rules and settings of rules that no trained parameter uses."""
-    if optim.kind in PER_MATRIX_RULES and optim.plugin is None and trained and not used[optim.kind]:
+    if optim.kind != "adamw" and optim.plugin is None and trained and not used[optim.kind]:
         yield (
             f"optim.kind={optim.kind} updates no parameter: {trained[0].name} and all other "
             "trained parameters are vectors, embedding tables, heads, routers or adapters, or "
@@ -207,32 +207,52 @@ RULE_OF_ROLE = {
     "factor_left": "soap",
     "factor_right": "soap",
     "neuron_square": "muon",
+    "momentum": "sgd or muon",
     "exp_avg_sq": "adamw",
     "exp_avg": "lion",
-    "momentum": "sgd or muon",
 }
 """Update rule of a stored state; the first role that is stored decides."""
 
 
 def describe_rule_change(
-    name: str, inputs: int, needed: Sequence[str], stored: Sequence[str], optim: OptimConfig
+    name: str,
+    inputs: int,
+    needed: Sequence[str],
+    stored: Sequence[str],
+    optim: OptimConfig,
+    saved_optim: OptimConfig | None = None,
 ) -> str:
     """Describe that the states of a parameter in a checkpoint are those of another update rule;
     empty if they are not.
 
-    needed: roles of the run's states; stored: roles in the checkpoint.
+    needed: roles of the run's states; stored: roles in the checkpoint; saved_optim: settings of
+    the run that saved it. Unset: the rule is that of the stored roles.
     """
     rule = rule_of(name, inputs, optim)
-    previous = next((known for role, known in RULE_OF_ROLE.items() if role in stored), "")
-    if {*needed} == {*stored} or not stored or rule in previous.split(" or "):
+    if saved_optim is None:
+        previous = next((known for role, known in RULE_OF_ROLE.items() if role in stored), "")
+        is_other = {*needed} != {*stored} and rule not in previous.split(" or ")
+    else:  # equal roles may have another meaning: sgd's momentum is a sum, muon's an average
+        previous = rule_of(name, inputs, saved_optim)
+        is_other = previous != rule
+    if not stored or not is_other:
         return ""
     setting = find_rule_setting(name, inputs, optim)
     needs = f"needs {', '.join(needed)}" if needed else "has no states"
     value = optim.plugin if rule == PLUGIN_RULE else rule
-    same = f", or {setting}={previous}" if previous and rule != PLUGIN_RULE else ""
+    names = [] if PLUGIN_RULE in (rule, previous) else previous.split(" or ")
+    same = "".join(f", or {setting}={known}" for known in names if known)
+    has_equal_roles = {*needed} == {*stored}
+    of_rule = f", of the rule {previous}," if has_equal_roles else ""
+    in_own_folder = (
+        ""
+        if has_equal_roles
+        else " (in the run's own folder checkpoint.missing_keys=warn and "
+        "checkpoint.unexpected_keys=warn)"
+    )
     return (
-        f"the checkpoint holds {', '.join(stored)} of '{name}'; {setting}={value} {needs}. Set "
-        "checkpoint.load_mode=progress, with checkpoint.load in another folder, for a new "
-        "optimizer at the same step (in the run's own folder checkpoint.missing_keys=warn and "
-        f"checkpoint.unexpected_keys=warn){same}."
+        f"the checkpoint holds {', '.join(stored)}{of_rule} of '{name}'; "
+        f"{setting}={value} {needs}. Set checkpoint.load_mode=progress, with "
+        "checkpoint.load in another folder, for a new "
+        f"optimizer at the same step{in_own_folder}{same}."
     )

@@ -714,10 +714,9 @@ def check_best_metric(run: TrainRun, world: int) -> str | None:
 
 def check_weight_decay(run: TrainRun, world: int) -> str | None:
     """A step of decoupled weight decay does not increase weights."""
-    schedule, decoupled = (
-        run.schedule,
-        run.optim.kind != "adamw" or run.optim.decoupled_weight_decay,
-    )
+    schedule, optim = run.schedule, run.optim
+    rules = {optim.kind, optim.scalar_optimizer, *(group.kind for group in optim.groups)}
+    decoupled = optim.decoupled_weight_decay or bool(rules - {"adamw", None})
     names = {
         "weight_decay": schedule.weight_decay,
         "end_weight_decay": schedule.end_weight_decay or 0.0,

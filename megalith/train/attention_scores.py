@@ -30,6 +30,8 @@ class ScoreMonitor:
 
     def start_step(self) -> ScoreRecord | None:
         """Return the record of a step; None if its scores are not needed. Equal on all ranks."""
+        if self.clip is not None:
+            self.clip.scores = None  # of a step that was skipped
         return ScoreRecord() if self.logs or self._clips else None
 
     @property

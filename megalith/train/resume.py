@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from megalith import storage
 from megalith.checkpoint.commit import set_aside_damaged
@@ -25,7 +26,9 @@ from megalith.checkpoint.local import LocalCheckpoint, LocalTier
 from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.checkpoint.readers import mark_reading
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.optim import OptimConfig
 from megalith.config.train import TrainRun
+from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import (
     BatchSettings,
@@ -67,6 +70,7 @@ from megalith.launch.heartbeat import RankHeartbeat
 from megalith.observe.machine import peak_memory_gib
 from megalith.optim.diloco import OUTER_ROLES, START
 from megalith.optim.schedule import batch_size_factor, learning_rate, schedule_lengths
+from megalith.optim.slots import zero_states
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
@@ -366,10 +370,8 @@ class PreparedRun:
             self.state = self._read_train_state(saved)
             self._check_batch_sizes(saved)
             self.data = self._open_data(saved)
-            for slot in self.trainer.optimizer.slots:
-                for tensor in slot.state.values():
-                    # filled by the damaged checkpoint, and possibly missing in the older one
-                    tensor.zero_()
+            # filled by the damaged checkpoint, and possibly missing in the older one
+            zero_states(self.trainer.optimizer)
         self.load_seconds += time.monotonic() - load_started
         if saved is not None and self.is_writer:
             for warning in saved.warnings():
@@ -565,9 +567,7 @@ class PreparedRun:
         self.trainer.data.wait_params()
         self.trainer.write_guard.wait()
         while True:
-            for slot in self.trainer.optimizer.slots:
-                for tensor in slot.state.values():
-                    tensor.zero_()  # a checkpoint may have no optimizer state
+            zero_states(self.trainer.optimizer)  # a checkpoint may have no optimizer state
             try:
                 self.state.restore(saved.state["train"])
                 self._load_checkpoint(saved)
@@ -785,9 +785,7 @@ class PreparedRun:
         if not _has_outer_state(saved):
             entries = [entry for entry in entries if entry.role not in OUTER_ROLES]
         if not resets_optimizer:
-            raise_on_all_ranks(
-                lambda: _reject_other_update_rule(saved, entries, run), self.mesh.world
-            )
+            _reject_other_update_rule(saved, entries, run, self.mesh.world)
         # list_changed_settings has compared the model with that of a local checkpoint.
         saved_run = (
             None
@@ -1005,32 +1003,64 @@ def build_checked_tokenizer(run: TrainRun) -> Tokenizer:
     return tokenizer
 
 
+class _NeededStates(NamedTuple):
+    """Optimizer states that a rank requests of one parameter."""
+
+    inputs: int
+    roles: frozenset[str]
+
+
+def _list_needed_states(entries: Sequence[CheckpointEntry]) -> dict[str, _NeededStates]:
+    """Return the optimizer states that this rank requests, by parameter."""
+    roles: dict[str, set[str]] = {}
+    for entry in entries:
+        if is_moment(entry.key) and entry.role not in OUTER_ROLES:
+            roles.setdefault(entry.shard.name, set()).add(entry.role)
+    # states of a part of a parameter have names of their own, and no weight
+    return {
+        name: _NeededStates(entry.shard.inputs, frozenset(roles.get(name, ())))
+        for entry in entries
+        if entry.role == "param" and (name := entry.shard.name)
+    }
+
+
 def _reject_other_update_rule(
-    saved: Checkpoint, entries: Sequence[CheckpointEntry], run: TrainRun
+    saved: Checkpoint, entries: Sequence[CheckpointEntry], run: TrainRun, world: Group
 ) -> None:
     """Check that the optimizer states of a checkpoint are those of the run's update rules.
+    Collective: states of a whole matrix are requested by one rank only.
 
     Raises:
         CheckpointError: a parameter has the states of another rule; names both.
     """
     if "warn" in (run.checkpoint.missing_keys, run.checkpoint.unexpected_keys):
         return
-    stored: dict[str, list[str]] = {}
+    stored: dict[str, set[str]] = {}
     for key in saved.manifest.tensors:
         if is_moment(key):
             _, role, name = key.split(".", 2)
-            stored.setdefault(name, []).append(role)
-    needed: dict[str, list[str]] = {}
-    inputs: dict[str, int] = {}
-    for entry in entries:
-        name = entry.shard.name
-        needed.setdefault(name, [])
-        inputs.setdefault(name, entry.shard.inputs)
-        if is_moment(entry.key):
-            needed[name].append(entry.role)
-    for name, roles in needed.items():
-        others = [role for role in stored.get(name, ()) if role not in OUTER_ROLES]
-        roles = [role for role in roles if role not in OUTER_ROLES]
-        text = describe_rule_change(name, inputs[name], roles, sorted(others), run.optim)
+            stored.setdefault(name, set()).update({role} - {*OUTER_ROLES})
+    needed: dict[str, _NeededStates] = {}
+    for states in raise_on_all_ranks(lambda: _list_needed_states(entries), world):
+        for name, own in states.items():
+            others = needed[name].roles if name in needed else frozenset[str]()
+            needed[name] = own._replace(roles=own.roles | others)
+    saved_optim = _read_optim(saved)
+    for name, own in sorted(needed.items()):
+        if not run.optim.trains(name):
+            continue
+        roles, other = sorted(own.roles), sorted(stored.get(name, ()))
+        text = describe_rule_change(name, own.inputs, roles, other, run.optim, saved_optim)
         if text:
             raise CheckpointError(f"{saved.path}: {text}")
+
+
+def _read_optim(saved: Checkpoint) -> OptimConfig | None:
+    """Return the optimizer settings of the run of a checkpoint; None if this version does not read
+    them, or there are none, as in a converted checkpoint."""
+    try:
+        settings = parse_stored_settings(saved.config_text)
+        section = settings.get("optim") if isinstance(settings, dict) else None
+        return from_dict(OptimConfig, section) if isinstance(section, dict) else None
+    except (yaml.YAMLError, ConfigError):
+        return None

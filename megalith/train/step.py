@@ -235,6 +235,11 @@ class StepStats:
     """Measurements of each rank in every run of the step, if it was repeated."""
 
     @property
+    def total_grad_norm(self) -> float:
+        """Norm of all gradients, those that are not clipped included."""
+        return math.hypot(self.grad_norm, self.unclipped_grad_norm or 0.0)
+
+    @property
     def is_finite(self) -> bool:
         """Whether the gradients have no NaN or infinite values."""
         return math.isfinite(self.grad_norm) and math.isfinite(self.unclipped_grad_norm or 0.0)
@@ -353,7 +358,7 @@ def train_step(
         )
     elif applies and not stats.is_finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
-            f"gradient norm {stats.grad_norm}: not finite in "
+            f"gradient norm {stats.total_grad_norm}: not finite in "
             f"{describe_nonfinite_gradients(trainer)}. "
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )

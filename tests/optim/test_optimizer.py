@@ -11,9 +11,9 @@ from torch import Tensor
 from megalith.config.fields import Ge, Lt
 from megalith.config.optim import GroupConfig, MuonConfig, OptimConfig
 from megalith.errors import ConfigError
-from megalith.optim.optimizer import RuleOptimizer, build_rule, is_clipped
+from megalith.optim.optimizer import RULES, RuleOptimizer, build_rule, is_clipped
 from megalith.optim.rules import ElementwiseRule, UpdateRule, UpdateScalars
-from megalith.optim.slots import OptimizerSlot, build_slot
+from megalith.optim.slots import OptimizerSlot, build_slot, zero_states
 from megalith.plan.parameters import ParameterRates
 from megalith.plan.shards import Shard
 
@@ -182,3 +182,55 @@ def test_rules_have_the_interface_of_elementwise_rules() -> None:
     for kind in ("adamw", "sgd", "lion"):
         rule: UpdateRule = build_rule(kind, OptimConfig())
         assert isinstance(rule, ElementwiseRule)
+
+
+class RecordingUpdater:
+    """Updater of a per-matrix rule that records its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+        self.state = torch.ones(2)
+
+    def update(self, parts: object, updates: int) -> None:
+        """Record the call."""
+        self.calls.append(self.name)
+
+    def list_states(self) -> list[tuple[Shard, str, Tensor]]:
+        """One state."""
+        return [(Shard.full(self.name, (2,), inputs=0), "factor", self.state)]
+
+
+def build_recorded(names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> RuleOptimizer:
+    """Build an optimizer with two per-matrix rules over slots in this order."""
+    rules = {**RULES, "muon": MatrixPlugin, "adafactor": MatrixPlugin}
+    monkeypatch.setattr("megalith.optim.optimizer.RULES", rules)
+    groups = (GroupConfig(name="one", match=("layers.1.*",), kind="adafactor"),)
+    weights = [(Shard.full(name, (4, 3)), torch.zeros(4, 3)) for name in names]
+    calls: list[str] = []
+    optimizer = RuleOptimizer(
+        weights,
+        OptimConfig(kind="muon", groups=groups),
+        build_matrix_updater=lambda name, rule, slots: RecordingUpdater(name, calls),
+    )
+    optimizer.step([torch.zeros(4, 3) for _ in names], lr=0.1, weight_decay=0.0)
+    assert calls == ["muon", "adafactor"]
+    return optimizer
+
+
+def test_per_matrix_rules_run_in_the_same_order_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # their updates are collective, and ranks differ in the rule of their first slot
+    for names in (NAMES[:2], NAMES[1::-1], NAMES[1:2], ()):
+        build_recorded(names, monkeypatch)
+
+
+def test_states_of_whole_matrices_are_set_to_zero_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = build_recorded(NAMES[:2], monkeypatch)
+    zero_states(optimizer)
+    states = [tensor for _, _, tensor in optimizer.list_matrix_states()]
+    assert len(states) == 2 and not any(state.any() for state in states)
+    adam = RuleOptimizer(list(zip(SHARDS, draw(0), strict=True)), OptimConfig())
+    adam.step(draw(1), lr=0.1, weight_decay=0.0)
+    zero_states(adam)
+    assert not any(tensor.any() for slot in adam.slots for tensor in slot.state.values())

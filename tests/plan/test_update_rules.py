@@ -153,6 +153,9 @@ def test_matrix_rule_with_adapters_is_rejected() -> None:
     (text,) = update_rule_problems(MUON, PLAIN, LoraConfig(rank=2))
     assert text.startswith("optim.kind=muon updates no parameter: layers.0.attention.q.lora_a")
     assert update_rule_problems(OptimConfig(kind="lion"), PLAIN, LoraConfig(rank=2)) == []
+    unused = OptimConfig(kind="lion", scalar_optimizer="adamw")
+    (text,) = update_rule_problems(unused, PLAIN, LoraConfig(rank=2))
+    assert text.startswith("optim.kind=lion updates no parameter: layers.0.attention.q.lora_a")
 
 
 def test_unknown_names_are_rejected_with_the_nearest_one() -> None:
@@ -188,6 +191,22 @@ def test_states_of_another_rule_are_named_with_both_rules() -> None:
     )
     assert describe_rule_change(name, 1, ["momentum"], ["momentum"], MUON) == ""
     assert describe_rule_change(name, 1, ["momentum"], [], MUON) == ""
+    adam = describe_rule_change(name, 1, ["exp_avg"], ["momentum"], OptimConfig(kind="lion"))
+    assert adam.endswith(", or optim.kind=sgd, or optim.kind=muon.")
+    assert describe_rule_change(name, 1, ["momentum"], ["exp_avg_sq", "momentum"], MUON) == ""
+
+
+def test_states_of_the_same_role_of_another_rule_are_rejected() -> None:
+    name, sgd = "layers.0.attention.q", OptimConfig(kind="sgd")
+    assert describe_rule_change(name, 1, ["momentum"], ["momentum"], MUON, sgd) == (
+        f"the checkpoint holds momentum, of the rule sgd, of '{name}'; optim.kind=muon needs "
+        "momentum. Set checkpoint.load_mode=progress, with checkpoint.load in another folder, for "
+        "a new optimizer at the same step, or optim.kind=sgd."
+    )
+    assert describe_rule_change(name, 1, ["momentum"], ["momentum"], MUON, MUON) == ""
+    # a second moment that the checkpoint lacks is a missing key, not another rule
+    stored = ["exp_avg_sq", "momentum"]
+    assert describe_rule_change(name, 1, ["momentum"], stored, MUON, MUON) == ""
 
 
 def test_every_parameter_is_in_one_norm_group() -> None:

@@ -500,6 +500,17 @@ CASES = [
         "to 200 or less",
     ),
     (
+        {
+            "schedule__weight_decay": "900",
+            "schedule__lr": "0.01",
+            "optim__decoupled_weight_decay": "false",
+            "optim__groups": "[{name: a, match: ['*.down'], kind: lion}]",
+        },
+        1,
+        "1 - lr * decay = -8",
+        "to 200 or less",
+    ),
+    (
         {"optim__groups": "[{name: a, match: [embed.weight], weight_decay: 1e308}]"},
         1,
         "optim.groups[0].weight_decay=1e+308 must be at most 1000",

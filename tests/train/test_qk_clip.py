@@ -227,6 +227,20 @@ def test_skipped_step_does_not_clip() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_scores_of_a_skipped_step_are_not_applied_after_a_rollback() -> None:
+    trainer = build(TINY, clip=QkClipConfig(threshold=0.01, every=2), logs=False)
+    trainer.optimizer.set_updates(1)
+    batches = loader_of(trainer.run, trainer.mesh, consumed=0, steps=1).next()
+    skipped = train_step(trainer, batches, lr=0.0, weight_decay=0.0, hooks=Skip())
+    assert skipped.largest_score is not None
+    trainer.optimizer.set_updates(0)  # as the rollback to an earlier checkpoint does
+    before = weights_of(trainer)
+    result = train_step(trainer, batches, lr=0.0, weight_decay=0.0)
+    assert result.updated and result.largest_score is None
+    after = weights_of(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 RECOMPUTED = {
     "full": RecomputeConfig(granularity="full"),
     "selective": RecomputeConfig(granularity="selective"),

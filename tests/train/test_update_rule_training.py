@@ -122,3 +122,49 @@ def test_resume_with_another_update_rule_names_both(tmp_path: Path) -> None:
     )
     assert "Set checkpoint.load_mode=progress" in str(caught.value)
     assert str(caught.value).rstrip(".").endswith("or optim.kind=adamw")
+
+
+def test_resume_with_another_rule_of_the_same_states_names_both(tmp_path: Path) -> None:
+    # both have the role momentum: a sum of gradients with sgd, an average with muon
+    train(tmp_path, {"checkpoint.every": "3", "optim.kind": "sgd"})
+    muon = {"optim.kind": "muon", "optim.scalar_optimizer": "sgd", "schedule.decay_steps": "8"}
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path, {"train.steps": "4"} | muon)
+    text = "the checkpoint holds momentum, of the rule sgd, of 'layers.0.attention.kv'"
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim.kind": "muon", "optim.muon.second_moment": "adamuon"},
+        pytest.param(
+            {"optim.kind": "soap", "optim.soap.max_precondition_dim": "1"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"optim.kind": "adafactor"}, marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_whole_matrices_on_assigned_ranks_continue_a_run(
+    settings: dict[str, str], tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"parallel.zero": "1", "schedule.decay_steps": "8"} | settings
+    run_ranks(_train_rank, 2, tiny_run(settings | {"train.steps": "4"}), tmp_path / "once")
+    for steps in ("2", "4"):
+        changed = {"train.steps": steps, "checkpoint.every": "2"}
+        run_ranks(_train_rank, 2, tiny_run(settings | changed), tmp_path / "resumed")
+    rows = [
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+        for name in ("once", "resumed")
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
+@pytest.mark.slow
+def test_two_per_matrix_rules_run_in_one_order_on_all_ranks(tmp_path: Path) -> None:
+    # with ZeRO the first slots of the ranks have different rules
+    group = "[{name: attention, match: ['*.attention.*'], kind: adafactor}]"
+    settings = SETTINGS | {"parallel.zero": "1", "optim.kind": "muon", "optim.groups": group}
+    run_ranks(_train_rank, 2, tiny_run(settings), tmp_path / "two")
+    rows = read_metrics(tmp_path / "two" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 3 and losses[-1] < losses[0]
