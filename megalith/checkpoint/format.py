@@ -1,9 +1,11 @@
 """Tensors that ranks save and load, as boxes of full tensors; independent of files, which
 `manifest` describes."""
 
+import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,17 +52,20 @@ __all__ = [
     "METADATA",
     "STATE",
     "CheckpointEntry",
+    "EncodedValues",
     "Manifest",
     "StoredBox",
     "StoredFile",
     "StoredTensor",
     "TensorPiece",
     "as_bytes",
+    "decode_for_loading",
     "describe_tiling_problem",
     "divide",
     "dump_manifest",
     "folder_name",
     "inner_view",
+    "iter_pieces",
     "lengths",
     "manifest_digest",
     "merge_tensors",
@@ -78,8 +83,25 @@ __all__ = [
 
 # --- tensors that ranks save and load, as boxes of full tensors; independent of files
 
+ENCODED_BLOCK = 256
+"""Encoded values are decoded from a multiple of this many elements on, a multiple of all block
+sizes."""
+
 _COPY_NBYTES = 4 * 2**20
 """Bytes that are copied at a time (heuristic: part of a processor's cache)."""
+
+
+class EncodedValues(Protocol):
+    """fp32 values that are stored in another form, such as codes and scales."""
+
+    numel: int
+    """Number of values."""
+
+    def decode(self, start: int, stop: int) -> Tensor:
+        """Return the values [start, stop) in fp32."""
+
+    def encode(self, values: Tensor, start: int) -> None:
+        """Store values from element `start` on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,10 +116,21 @@ class CheckpointEntry:
     `ema`: moving average of the weights."""
 
     tensor: Tensor
-    """Elements of the shard's box (or flat range) in row-major order; contiguous, any shape."""
+    """Elements of the shard's box (or flat range) in row-major order; contiguous, any shape. On the
+    meta device (shape and dtype only) if they are encoded."""
 
     is_writer: bool = True
     """Whether this rank writes the shard; exactly one replica does. Loading fills it on all."""
+
+    encoded: EncodedValues | None = None
+    """The elements, if they are encoded; a checkpoint holds decoded values."""
+
+    def decode(self) -> "CheckpointEntry":
+        """Return an entry with the decoded values; this one if it is not encoded."""
+        if self.encoded is None:
+            return self
+        values = self.encoded.decode(0, self.encoded.numel).view(self.tensor.shape)
+        return replace(self, tensor=values, encoded=None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,6 +155,36 @@ class TensorPiece:
     box: Box
     values: Tensor
     """Has the box's shape; a view of the entry's tensor."""
+
+
+def iter_pieces(entry: CheckpointEntry, max_numel: int) -> Iterator[TensorPiece]:
+    """Yield the pieces of an entry; encoded ones are decoded one piece at a time."""
+    start = 0
+    for piece in pieces(entry, max_numel=max_numel):
+        stop = start + piece.values.numel()
+        if entry.encoded is None:
+            yield piece
+        else:
+            # decoding begins with a whole block
+            first = start - start % ENCODED_BLOCK
+            last = min(entry.encoded.numel, stop - stop % -ENCODED_BLOCK)
+            values = entry.encoded.decode(first, last)[start - first : stop - first]
+            yield TensorPiece(piece.box, values.view(piece.values.shape))
+        start = stop
+
+
+@contextlib.contextmanager
+def decode_for_loading(entries: Sequence[CheckpointEntry]) -> Iterator[list[CheckpointEntry]]:
+    """Context manager of entries that are loaded: encoded ones have decoded tensors instead, which
+    are encoded at the end, also after an error."""
+    decoded = [entry.decode() for entry in entries]
+    try:
+        yield decoded
+    finally:
+        # master weights overwrite the weights that they contain
+        for entry, filled in zip(entries, decoded, strict=True):
+            if entry.encoded is not None:
+                entry.encoded.encode(filled.tensor.detach(), 0)
 
 
 def pieces(entry: CheckpointEntry, *, max_numel: int | None = None) -> list[TensorPiece]:

@@ -364,6 +364,9 @@ def reconcile(weights: Tensor, master_weights: Tensor, *, prefer_weights: bool) 
     flat, wide = weights.view(-1), master_weights.view(-1)
     rounded = wide.to(flat.dtype)
     differ = ~((rounded == flat) | (rounded.isnan() & flat.isnan()))
+    if flat.dtype == torch.bfloat16 and wide.dtype == torch.float32:
+        # weights with remainders are rounded up in magnitude where the master weight is a tie
+        differ &= ~(_is_tie(wide) & (_round_up(wide) == flat))
     if not differ.any():
         return None
     largest = float((wide[differ].double() - flat[differ].double()).abs().max())
@@ -372,6 +375,17 @@ def reconcile(weights: Tensor, master_weights: Tensor, *, prefer_weights: bool) 
     else:
         flat.copy_(rounded)
     return largest if math.isfinite(largest) else math.inf
+
+
+def _is_tie(values: Tensor) -> Tensor:
+    """Return where fp32 values lie in the middle between two bf16 values."""
+    return (values.view(torch.int32) & 0xFFFF) == 0x8000
+
+
+def _round_up(values: Tensor) -> Tensor:
+    """Return fp32 values rounded to bf16, with ties away from zero."""
+    bits = values.view(torch.int32) + 0x8000
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def describe_master_differences(

@@ -27,6 +27,7 @@ from megalith.checkpoint.format import (
     StoredBox,
     StoredTensor,
     TensorPiece,
+    decode_for_loading,
     inner_view,
     lengths,
     pieces,
@@ -70,6 +71,10 @@ from megalith.object_store import StorePath
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box, intersect
 from megalith.storage import StoragePath
+
+_DECODED_NBYTES = 64 * 2**20
+"""Bytes of encoded values that are decoded at once while a checkpoint is loaded, or those of one
+larger parameter (heuristic: as large as a stored box)."""
 
 STRICT = CheckpointConfig()
 """Rules of a load with no missing and no unexpected keys."""
@@ -236,26 +241,20 @@ class Checkpoint:
         filled = [
             entry for entry in entries if entry.key not in report.missing_keys + report.skipped
         ]
-        parts: dict[str, list[TensorPiece]] = {}
-        for entry in filled:
-            parts.setdefault(sources[entry.key], []).extend(pieces(entry))
-        pairs = self._pairs_to_reconcile(filled, sources)
         reads_in_parallel = self._reads_in_parallel(rules, world)
-        if reads_in_parallel:
-            pairs = [self._request_weights(pair, parts) for pair in pairs]
+        rank_differences: list[dict[str, float]] = []
         try:
-            if reads_in_parallel:
-                buffer_nbytes = rules.exchange_buffer_mb * 2**20
-                read_box = partial(self._read_and_report, report_progress)
-                fill_in_parallel(self.manifest, parts, read_box, world, buffer_nbytes=buffer_nbytes)
-            else:
-                self._fill_on_all_ranks(parts, world, report_progress)
-            if vocab_size is not None:
-                for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
-                    piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
-            rank_differences = raise_on_all_ranks(
-                lambda: self._reconcile(pairs, prefer_weights=rules.prefer_weights), world
-            )
+            for batch in _divide_encoded_entries(filled, world):
+                with decode_for_loading(batch) as decoded:
+                    rank_differences += self._load_decoded(
+                        decoded,
+                        sources,
+                        world,
+                        rules=rules,
+                        vocab_size=vocab_size,
+                        report_progress=report_progress,
+                        reads_in_parallel=reads_in_parallel,
+                    )
         except CheckpointError as error:
             advice = raise_on_all_ranks(
                 lambda: _describe_alternatives(self.path) if world.rank == 0 else "", world
@@ -268,6 +267,37 @@ class Checkpoint:
             ):
                 _log.warning("%s: %s", self.path, line)
         return report
+
+    def _load_decoded(
+        self,
+        entries: Sequence[CheckpointEntry],
+        sources: Mapping[str, str],
+        world: Group,
+        *,
+        rules: CheckpointConfig,
+        vocab_size: int | None,
+        report_progress: Callable[[], None] | None,
+        reads_in_parallel: bool,
+    ) -> Sequence[dict[str, float]]:
+        """Fill the tensors of entries; return each rank's differences between weights and master
+        weights. Collective."""
+        parts: dict[str, list[TensorPiece]] = {}
+        for entry in entries:
+            parts.setdefault(sources[entry.key], []).extend(pieces(entry))
+        pairs = self._pairs_to_reconcile(entries, sources)
+        if reads_in_parallel:
+            pairs = [self._request_weights(pair, parts) for pair in pairs]
+            buffer_nbytes = rules.exchange_buffer_mb * 2**20
+            read_box = partial(self._read_and_report, report_progress)
+            fill_in_parallel(self.manifest, parts, read_box, world, buffer_nbytes=buffer_nbytes)
+        else:
+            self._fill_on_all_ranks(parts, world, report_progress)
+        if vocab_size is not None:
+            for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
+                piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
+        return raise_on_all_ranks(
+            lambda: self._reconcile(pairs, prefer_weights=rules.prefer_weights), world
+        )
 
     def _tensor(self, key: str) -> StoredTensor:
         if key in self.manifest.tensors:
@@ -501,6 +531,33 @@ class Checkpoint:
                 "checkpoint."
             )
         return tensor
+
+
+def _divide_encoded_entries(
+    entries: Sequence[CheckpointEntry], world: Group
+) -> list[list[CheckpointEntry]]:
+    """Divide entries into batches that are decoded, filled and encoded one after the other, so that
+    few values are decoded at once; equally many on every rank. Collective.
+
+    All entries of a parameter are in one batch. Parameters without encoded entries are in the
+    first.
+    """
+    encoded = {entry.shard.name for entry in entries if entry.encoded is not None}
+    batches = [[entry for entry in entries if entry.shard.name not in encoded]]
+    entries_by_name: dict[str, list[CheckpointEntry]] = {}
+    for entry in entries:
+        if entry.shard.name in encoded:
+            entries_by_name.setdefault(entry.shard.name, []).append(entry)
+    nbytes = 0
+    for of_parameter in entries_by_name.values():
+        added = sum(entry.tensor.nbytes for entry in of_parameter if entry.encoded is not None)
+        if nbytes + added > _DECODED_NBYTES:
+            batches.append([])
+            nbytes = 0
+        batches[-1] += of_parameter
+        nbytes += added
+    counts = raise_on_all_ranks(lambda: len(batches), world)
+    return batches + [[] for _ in range(max(counts) - len(batches))]
 
 
 @functools.cache

@@ -36,8 +36,8 @@ from megalith.checkpoint.format import (
     StoredTensor,
     TensorPiece,
     as_bytes,
+    iter_pieces,
     lengths,
-    pieces,
 )
 from megalith.checkpoint.manifest import PARTS
 from megalith.errors import CheckpointError
@@ -197,7 +197,11 @@ def take_snapshot(
         staging = prepared[0] or staging  # all ranks use rank 0's name
     if copy:
         entries = [
-            replace(entry, tensor=entry.tensor.detach().to("cpu", copy=True))
+            replace(
+                entry,
+                tensor=entry.decode().tensor.detach().to("cpu", copy=entry.encoded is None),
+                encoded=None,
+            )
             if entry.is_writer
             else entry
             for entry in entries
@@ -314,9 +318,9 @@ def write_boxes(
     return WrittenFiles(tensors, files)
 
 
-def _cut_pieces(entry: CheckpointEntry) -> list[TensorPiece]:
+def _cut_pieces(entry: CheckpointEntry) -> Iterator[TensorPiece]:
     assert entry.tensor.dtype == entry.dtype, (entry.key, entry.tensor.dtype)
-    return pieces(entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size()))
+    return iter_pieces(entry, max(1, BOX_NBYTES // entry.tensor.element_size()))
 
 
 class BoxFile:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.format import CheckpointEntry, lengths, pieces, sha256
+from megalith.checkpoint.format import CheckpointEntry, iter_pieces, lengths, pieces, sha256
 from megalith.checkpoint.save import BOX_NBYTES, dtype_name
 from megalith.checkpoint.writer import PlannedBox, StagedTensor, WritePlan
 
@@ -29,6 +29,9 @@ _ALIGNMENT = 64
 
 _POPULATE_NBYTES = 64 * 2**20
 """Bytes that are touched at a time, so that closing does not wait long (heuristic)."""
+
+_COPY_NUMEL = 2**24
+"""Elements that are copied at a time, which are decoded before if they are encoded (heuristic)."""
 
 _MADV_POPULATE_WRITE = 23
 """From Linux' mman.h; Python has no name for it."""
@@ -177,14 +180,19 @@ class StagingRegion:
         """
         if self._stream is None:
             for place in plan.staged:
-                values = _flat_bytes(entries[place.index].tensor).numpy()
-                np.copyto(self._array[place.start : place.start + place.nbytes], values)
+                start = place.start
+                for piece in iter_pieces(entries[place.index], _COPY_NUMEL):
+                    values = _flat_bytes(piece.values).numpy()
+                    np.copyto(self._array[start : start + len(values)], values)
+                    start += len(values)
             return None
         with self._stream:
             for place in plan.staged:
-                target = self._tensor[place.start : place.start + place.nbytes]
-                source = _flat_bytes(entries[place.index].tensor)
-                target.copy_(source, non_blocking=True)
+                start = place.start
+                for piece in iter_pieces(entries[place.index], _COPY_NUMEL):
+                    source = _flat_bytes(piece.values)
+                    self._tensor[start : start + source.numel()].copy_(source, non_blocking=True)
+                    start += source.numel()
             event = torch.Event(device=self._device)
             event.record(self._stream)
         return event

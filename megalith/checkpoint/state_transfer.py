@@ -35,6 +35,7 @@ from megalith.checkpoint.format import (
     DTYPES,
     CheckpointEntry,
     TensorPiece,
+    decode_for_loading,
     describe_tiling_problem,
     inner_view,
     lengths,
@@ -445,19 +446,22 @@ def fetch_state(
         StateTransferError: the source is lost, or its boxes are damaged or incomplete, or the
             transfer was cancelled.
     """
-    wanted: dict[str, list[TensorPiece]] = {}
-    for entry in entries:
-        wanted.setdefault(entry.key, []).extend(pieces(entry))
-    shapes = {entry.key: entry.shard.shape for entry in entries}
-    progress = _Progress(wanted=wanted, shapes=shapes)
-    order = [(rank + number) % len(addresses) for number in range(len(addresses))]
-    for number in order:
-        with _Source(addresses[number], run, name, step, timeout_seconds, is_cancelled) as source:
-            source.receive(progress)
-            if number == 0:
-                assert source.table is not None, "the source was opened"
-                progress.state = source.table.state
-    progress.check_coverage()
+    with decode_for_loading(entries) as decoded:
+        wanted: dict[str, list[TensorPiece]] = {}
+        for entry in decoded:
+            wanted.setdefault(entry.key, []).extend(pieces(entry))
+        shapes = {entry.key: entry.shard.shape for entry in entries}
+        progress = _Progress(wanted=wanted, shapes=shapes)
+        order = [(rank + number) % len(addresses) for number in range(len(addresses))]
+        for number in order:
+            with _Source(
+                addresses[number], run, name, step, timeout_seconds, is_cancelled
+            ) as source:
+                source.receive(progress)
+                if number == 0:
+                    assert source.table is not None, "the source was opened"
+                    progress.state = source.table.state
+        progress.check_coverage()
     return ReceivedState(
         step, progress.state, progress.nbytes, progress.num_boxes, progress.num_repeated
     )

@@ -352,6 +352,30 @@ class LossScaleConfig:
     error."""
 
 
+MomentDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+"""Number formats in which the optimizer stores moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStatesConfig:
+    """Number formats of master weights and moments between updates, which compute in fp32.
+
+    Checkpoints hold fp32 values, so that a run may resume with other formats.
+    """
+
+    master_weights: Literal["fp32", "remainder", "none"] = "fp32"
+    """Master weights of bf16 weights. remainder: the low 16 bits, which with the bf16 weights give
+    the exact fp32 values (2 bytes instead of 4); none: no master weights, updates are rounded
+    stochastically to bf16."""
+
+    first_moment: MomentDtype = "fp32"
+    """Number format of first moments and momentum. fp16, fp8 and int8 have one fp32 scale per block
+    of 256 elements; vectors (norms, biases) then have fp32."""
+
+    second_moment: MomentDtype = "fp32"
+    """Number format of adamw's second moments, as for `first_moment`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
     """Numeric precision and loss scaling."""
@@ -362,6 +386,9 @@ class PrecisionConfig:
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """fp16: loss scaling."""
+
+    optimizer_states: OptimizerStatesConfig = field(default_factory=OptimizerStatesConfig)
+    """Number formats of the optimizer's states."""
 
 
 def optim_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:

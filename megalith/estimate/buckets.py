@@ -6,6 +6,7 @@ from math import lcm
 from megalith.estimate.workload import Workload
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.plan.layers.base import HeldParameter, tensor_part
+from megalith.plan.state_encodings import block_alignment
 from megalith.plan.update_rules import is_feature_matrix
 
 
@@ -30,10 +31,12 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
         else:
             stacks.append([number])
     shared = workload.shared_tables() if divided else {}
+    align = block_alignment(run.precision.optimizer_states)
     return plan_buckets(
         [one.numel for one in parameters],
         bucket_numel=run.parallel.bucket_numel,
-        end_align=64 * lcm(workload.shards, workload.expert_shards),
+        align=align,
+        end_align=align * lcm(workload.shards, workload.expert_shards),
         alone=[number for number, one in enumerate(parameters) if one.name in shared],
         contiguous=[stack for stack in stacks if len(stack) > 1],
         kinds=kinds,

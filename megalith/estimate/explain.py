@@ -30,7 +30,8 @@ from megalith.plan.layers.embedding import head_flops
 from megalith.plan.layers.moe import layer_mixture
 from megalith.plan.parameters import held_parameters
 from megalith.plan.simulate import even_costs, simulate
-from megalith.plan.update_rules import count_slice_states, rule_of
+from megalith.plan.state_encodings import master_weight_nbytes, slice_state_nbytes
+from megalith.plan.update_rules import rule_of
 from megalith.rules.moe import router_text
 
 LISTED = 8
@@ -426,14 +427,14 @@ def state_bytes(workload: Workload, numel: int) -> int:
         ),
         "",
     )
-    moments = count_slice_states(run.optim, rule) * width.sums
+    states = slice_state_nbytes(numel, 1, rule, run.optim, run.precision)
     unsharded = width.value + (0 if zero == 2 else width.sums)
     average = width.sums if has_ema_on_device(run) else 0
-    sharded = width.master + moments + average + (width.sums if zero == 2 else 0)
+    sharded = master_weight_nbytes(run.precision) + average + (width.sums if zero == 2 else 0)
     is_frozen = run.lora is not None or not any(
         ".experts." in name for name in trained_names(run.model, run.optim)
     )
-    return 0 if is_frozen else numel * unsharded + numel * sharded // ranks
+    return 0 if is_frozen else numel * unsharded + (numel * sharded + states) // ranks
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -44,7 +44,11 @@ from megalith.plan.layers.base import (
 from megalith.plan.parameters import distinct_ranks
 from megalith.plan.schedule import SENDS, Direction, Kind, concurrent_actions, neighbor
 from megalith.plan.stages import Stage, stage_boundary
-from megalith.plan.update_rules import count_slice_states, rule_of
+from megalith.plan.state_encodings import (
+    master_weight_nbytes,
+    slice_state_nbytes,
+)
+from megalith.plan.update_rules import rule_of
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a gradient element sent with parallel.reduce_dtype."""
@@ -61,11 +65,11 @@ class RankMemory:
     """Flat gradient buffer: 4 · N, or 8 · N in fp64; N / D with zero >= 2."""
 
     master: int
-    """fp32 master weights of 16-bit weights: 4 · N; N / D with zero >= 1."""
+    """fp32 master weights of 16-bit weights: 4 · N, 2 · N as remainders; N / D with zero >= 1."""
 
     moments: int
-    """AdamW's moments, 8 · N, or the momentum of SGD or Muon, 4 · N; N / D with zero >= 1. Of SOAP,
-    NorMuon and AdaMuon, the states of the matrices assigned to the rank with the most."""
+    """AdamW's moments, 8 · N in fp32, or the momentum of SGD or Muon, 4 · N; N / D with zero >= 1.
+    Of SOAP, NorMuon and AdaMuon, the states of the matrices assigned to the rank with the most."""
 
     ema: int = 0
     """Moving average of the weights (train.ema) on the device: 4 · N; N / D with zero >= 1."""
@@ -257,8 +261,14 @@ def _state(
         if zero == 0:
             local = [one.numel for one in trained_parameters]
     num_local = sum(local)
-    states = sum(
-        count * count_slice_states(run.optim, rule_of(one.name, int(one.matrix), run.optim))
+    moments = sum(
+        slice_state_nbytes(
+            count,
+            int(one.matrix),
+            rule_of(one.name, int(one.matrix), run.optim),
+            run.optim,
+            run.precision,
+        )
         for count, one in zip(local, trained_parameters, strict=True)
     )
     matrix_states = sum(
@@ -268,8 +278,8 @@ def _state(
     return RankMemory(
         weights=width.value * buffer + unbuffered_bytes,
         gradients=width.sums * gradients,
-        master=width.master * num_local,
-        moments=width.sums * (states + matrix_states),
+        master=master_weight_nbytes(run.precision) * num_local,
+        moments=moments + width.sums * matrix_states,
         ema=width.sums * num_local if has_ema_on_device(run) else 0,
         activations=0,
         loss=0,

@@ -18,6 +18,7 @@ from megalith import storage
 from megalith.checkpoint.format import (
     CheckpointEntry,
     TensorPiece,
+    decode_for_loading,
     divide,
     inner_view,
     lengths,
@@ -276,8 +277,9 @@ class HuggingFaceFolder:
         self._check_requested_shards([entry.shard for entry in entries])
         for entry in entries:
             wide = max(entry.tensor.element_size(), self.dtype(entry.shard.name).itemsize)
-            for piece in pieces(entry, max_numel=PIECE_NBYTES // wide):
-                self._fill_piece(entry.shard.name, piece)
+            with decode_for_loading([entry]) as decoded:
+                for piece in pieces(decoded[0], max_numel=PIECE_NBYTES // wide):
+                    self._fill_piece(entry.shard.name, piece)
 
     def _fill_piece(self, parameter: str, piece: TensorPiece) -> None:
         num_unfilled = numel(piece.box)

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.format import CheckpointEntry, lengths, pieces
+from megalith.checkpoint.format import CheckpointEntry, decode_for_loading, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
 from megalith.config.lora import (
@@ -242,8 +242,9 @@ class AdaptedWeights:
     def fill(self, entries: Sequence[CheckpointEntry]) -> None:
         """Load the boxes of `entries`, a piece at a time."""
         for entry in entries:
-            for piece in pieces(entry, max_numel=PIECE_NBYTES // 8):
-                piece.values.copy_(self.read(entry.shard.name, piece.box, piece.values.dtype))
+            with decode_for_loading([entry]) as decoded:
+                for piece in pieces(decoded[0], max_numel=PIECE_NBYTES // 8):
+                    piece.values.copy_(self.read(entry.shard.name, piece.box, piece.values.dtype))
 
     def _product(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Return a box of B · A."""

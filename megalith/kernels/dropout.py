@@ -99,9 +99,8 @@ def dropped_features(
     """Return the dropout mask of features: numbers int64 [t] -> bool [t, features], True where
     dropped."""
     places = torch.arange(first_feature, first_feature + features, device=numbers.device)
-    return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)) < _threshold(
-        p
-    )
+    hashes = _mix(hash_numbers(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32))
+    return hashes < _threshold(p)
 
 
 def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: range) -> Tensor:
@@ -110,8 +109,8 @@ def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: ra
 
     heads: indices of these query heads in the model.
     """
-    rows = torch.stack([_hash(queries, key + head) for head in heads])
-    return _mix(rows.unsqueeze(-1), _hash(keys, ~key).to(torch.int32)) < _threshold(p)
+    rows = torch.stack([hash_numbers(queries, key + head) for head in heads])
+    return _mix(rows.unsqueeze(-1), hash_numbers(keys, ~key).to(torch.int32)) < _threshold(p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ def _torch(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -
 
 def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -> Tensor:
     x = x.contiguous()
-    y, hashes = torch.empty_like(x), _hash(numbers, key)
+    y, hashes = torch.empty_like(x), hash_numbers(numbers, key)
     cpu_threads.run(
         "dropout",
         x.dtype,
@@ -222,7 +221,8 @@ def hashed_uniform(key: int, numbers: Tensor, features: int) -> Tensor:
     [t] -> fp32 [t, features]."""
     places = torch.arange(features, device=numbers.device)
     return (
-        _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)).float() / 2**31
+        _mix(hash_numbers(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)).float()
+        / 2**31
     )
 
 
@@ -231,7 +231,7 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-def _hash(numbers: Tensor, key: int) -> Tensor:
+def hash_numbers(numbers: Tensor, key: int) -> Tensor:
     """Return a 64-bit hash of each of numbers [t]: int64 [t]. Integer overflow wraps, as the mixer
     requires."""
     z = numbers * _signed(STEP_64, 64) + _signed(key, 64)

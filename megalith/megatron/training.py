@@ -491,6 +491,7 @@ def translate_optimizer(draft: Draft) -> None:
         text = "written to parameters.jsonl in the run folder"
         draft.put(param_map, "observe.parameters", True, text)
     _translate_precision(draft)
+    _translate_optimizer_states(draft)
     _translate_nonfinite_grad(draft)
     _translate_fault_detection(draft)
 
@@ -564,6 +565,31 @@ def _translate_precision(draft: Draft) -> None:
             draft.copy(flag)
         elif draft.arguments.given(flag):
             draft.report("already", flag, "takes effect only with --fp16")
+
+
+_STATE_DTYPES = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+
+
+def _translate_optimizer_states(draft: Draft) -> None:
+    """Translate the dtypes of master weights and moments: with the precision-aware optimizer, bf16
+    weights have remainders instead of fp32 master weights."""
+    aware = "--use-precision-aware-optimizer"
+    is_aware = bool(draft.arguments.value(aware))
+    if is_aware and draft.arguments.value("--bf16"):
+        draft.put(aware, "precision.optimizer_states.master_weights", "remainder")
+    elif is_aware:
+        draft.report("already", aware, "has no effect on weights that are not bf16")
+    for flag in _STATE_DTYPES:
+        dtype = draft.arguments.value(flag)
+        if is_aware and dtype != "fp32":
+            draft.copy(flag)
+        elif draft.arguments.given(flag) and dtype == "fp32":
+            draft.report("already", flag, "moments are fp32")
+        elif draft.arguments.given(flag):
+            draft.problems.append(
+                f"{flag} {dtype} without {aware}: Megatron stores fp32 moments then. Add {aware}, "
+                f"or remove {flag}."
+            )
 
 
 def _translate_nonfinite_grad(draft: Draft) -> None:

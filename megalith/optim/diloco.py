@@ -27,7 +27,7 @@ class OuterOptimizer:
 
     def __init__(self, slots: Sequence[OptimizerSlot], config: DilocoConfig) -> None:
         self.slots, self.config = slots, config
-        self.starts = [slot.master.detach().clone() for slot in slots]
+        self.starts = [slot.read_master().detach().clone() for slot in slots]
         self.momentum = [torch.zeros_like(start) for start in self.starts]
         self.residuals = (
             [] if config.delta_dtype == "fp32" else [torch.zeros_like(s) for s in self.starts]
@@ -47,7 +47,7 @@ class OuterOptimizer:
     def reset(self) -> None:
         """Begin a first round from the present weights."""
         for start, slot in zip(self.starts, self.slots, strict=True):
-            start.copy_(slot.master)
+            start.copy_(slot.read_master())
         for tensor in (*self.momentum, *self.residuals):
             tensor.zero_()
 
@@ -65,7 +65,7 @@ class OuterOptimizer:
     def compute_deltas(self, slots: Sequence[int]) -> list[Tensor]:
         """Return how far the weights of some slots have moved from the start of the round, with the
         error of earlier rounding."""
-        deltas = [self.starts[number] - self.slots[number].master for number in slots]
+        deltas = [self.starts[number] - self.slots[number].read_master() for number in slots]
         if self.residuals:
             torch._foreach_add_(deltas, [self.residuals[number] for number in slots])
         return deltas
@@ -90,11 +90,12 @@ class OuterOptimizer:
             momentum.mul_(config.outer_momentum).add_(mean)
             step = mean.add(momentum, alpha=config.outer_momentum)
             start.sub_(step, alpha=config.outer_lr)
-            master = self.slots[number].master
+            slot = self.slots[number]
             if config.fragment_mixing:
-                master.mul_(config.fragment_mixing).add_(start, alpha=1 - config.fragment_mixing)
+                mixed = slot.read_master() * config.fragment_mixing
+                slot.write_master(mixed.add_(start, alpha=1 - config.fragment_mixing))
             else:
-                master.copy_(start)
+                slot.write_master(start)
         round_master_weights([self.slots[number] for number in slots])
 
 

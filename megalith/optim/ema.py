@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.train import EMAConfig
-from megalith.optim.slots import OptimizerSlot
+from megalith.optim.slots import MASTER, OptimizerSlot
 
 EMA = "ema"
 """Role of the averages in a checkpoint."""
@@ -26,7 +26,7 @@ class WeightEMA:
         self.config = config
         self.slots = slots
         self.averages: list[Tensor] = [
-            slot.master.detach().to(config.device or slot.master.device, copy=True)
+            slot.read_master().detach().to(config.device or slot.weight.device, copy=True)
             for slot in slots
         ]
         """The average of each slot."""
@@ -38,7 +38,8 @@ class WeightEMA:
     @torch.no_grad()
     def reset(self) -> None:
         """Set the averages to the master weights, as before the first update."""
-        torch._foreach_copy_(self.averages, [slot.master for slot in self.slots])
+        for average, slot in zip(self.averages, self.slots, strict=True):
+            average.copy_(slot.read_master())
 
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
@@ -49,7 +50,17 @@ class WeightEMA:
         if num_updates <= self.config.start_step:
             self.reset()
         elif num_updates % self.config.every == 0:
-            master_weights = [slot.master for slot in self.slots]
-            if self.config.device is not None:
-                master_weights = [master.to(self.config.device) for master in master_weights]
-            torch._foreach_lerp_(self.averages, master_weights, 1 - self.config.decay)
+            self._add_master_weights()
+
+    def _add_master_weights(self) -> None:
+        """Move the averages toward the master weights; encoded ones are decoded one at a time."""
+        plain = [n for n, slot in enumerate(self.slots) if MASTER not in slot.encoded]
+        master_weights = [self.slots[n].master for n in plain]
+        if self.config.device is not None:
+            master_weights = [master.to(self.config.device) for master in master_weights]
+        weight = 1 - self.config.decay
+        if plain:
+            torch._foreach_lerp_([self.averages[n] for n in plain], master_weights, weight)
+        for average, slot in zip(self.averages, self.slots, strict=True):
+            if MASTER in slot.encoded:
+                average.lerp_(slot.read_master().to(average.device), weight)

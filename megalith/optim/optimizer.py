@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megalith.config.fields import range_problems
-from megalith.config.optim import OptimConfig
+from megalith.config.optim import OptimConfig, OptimizerStatesConfig
 from megalith.config.plugins import load_plugin
 from megalith.config.tree import build_section
 from megalith.errors import ConfigError, raise_all
@@ -19,6 +19,8 @@ from megalith.optim.rules import ElementwiseRule, MatrixRule, SummedRule, Update
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.sgd import SGD
 from megalith.optim.slots import (
+    FP32_STATES,
+    MASTER,
     OptimizerSlot,
     RatesOf,
     build_slot,
@@ -27,6 +29,7 @@ from megalith.optim.slots import (
     round_master_weights,
 )
 from megalith.optim.soap import Soap
+from megalith.plan.keys import key as build_key
 from megalith.plan.shards import Shard
 from megalith.plan.update_rules import PLUGIN_RULE, list_per_matrix_rules, rule_of
 
@@ -132,11 +135,16 @@ class RuleOptimizer:
         config: OptimConfig,
         rates: RatesOf = equal_rates,
         build_matrix_updater: BuildMatrixUpdater | None = None,
+        *,
+        states: OptimizerStatesConfig = FP32_STATES,
+        seed: int = 0,
     ) -> None:
         """`rates`: rule and factors of each parameter. `build_matrix_updater` is needed for
-        per-matrix rules, and is called for each of them on every rank."""
+        per-matrix rules, and is called for each of them on every rank. `states`: formats of master
+        weights and moments; per-matrix rules have fp32 only. `seed`: of stochastic rounding."""
         self.config = config
         self.updates = 0
+        self._seed = seed
         self.rules: dict[str, UpdateRule] = {}
         self.slots: list[OptimizerSlot] = []
         for shard, weight in weights:
@@ -144,7 +152,12 @@ class RuleOptimizer:
             if not parameter.rule:
                 parameter = parameter._replace(rule=rule_of(shard.name, shard.inputs, config))
             rule = self._find_rule(parameter.rule)
-            self.slots.append(build_slot(shard, weight, rule.roles, parameter))
+            slot_states = states if isinstance(rule, ElementwiseRule) else FP32_STATES
+            self.slots.append(
+                build_slot(
+                    shard, weight, rule.roles, parameter, slot_states, self._build_rounding_key
+                )
+            )
         self._updaters: dict[str, MatrixUpdater] = {}
         for name in list_per_matrix_rules(config):
             rule = self._find_rule(name)
@@ -186,7 +199,7 @@ class RuleOptimizer:
         for name, rule in self.rules.items():
             if isinstance(rule, ElementwiseRule):
                 for rule_slots in parts[name]:
-                    rule.update(*rule_slots)
+                    _update_slots(rule, rule_slots)
         # collective, so in the same order on every rank; that of `rules` depends on its slots
         for name, updater in self._updaters.items():
             updater.update(parts[name], self.updates)
@@ -200,10 +213,85 @@ class RuleOptimizer:
         """Return the states of whole matrices on this rank: shard, role and tensor."""
         return [state for updater in self._updaters.values() for state in updater.list_states()]
 
+    def _build_rounding_key(self, name: str) -> int:
+        """Return the key of the stochastic rounding of a parameter in the current update."""
+        return build_key(self._seed, "stochastic rounding", name, self.updates)
+
     def _find_rule(self, name: str) -> UpdateRule:
         if name not in self.rules:
             self.rules[name] = build_rule(name, self.config)
         return self.rules[name]
+
+
+PIECE_NUMEL = 2**17
+"""Elements of encoded slots that are decoded at a time (heuristic: master weights, gradient and
+moments are 2 MiB, part of a processor's cache)."""
+
+
+def _update_slots(rule: ElementwiseRule, part: RuleSlots) -> None:
+    """Update plain slots together, and encoded slots in pieces that are decoded, updated and
+    encoded."""
+    plain, gradients = [], []
+    pieces: list[_DecodedPiece] = []
+    numel = 0
+    for slot, gradient in zip(part.slots, part.gradients, strict=True):
+        if not slot.encoded:
+            plain.append(slot)
+            gradients.append(gradient)
+            continue
+        for start in range(0, slot.weight.numel(), PIECE_NUMEL):
+            stop = min(start + PIECE_NUMEL, slot.weight.numel())
+            if numel + stop - start > PIECE_NUMEL:
+                _update_pieces(rule, pieces, part.scalars)
+                pieces, numel = [], 0
+            pieces.append(_DecodedPiece(slot, gradient.reshape(-1)[start:stop], start, stop))
+            numel += stop - start
+    _update_pieces(rule, pieces, part.scalars)
+    if plain:
+        rule.update(plain, gradients, part.scalars)
+
+
+class _DecodedPiece(NamedTuple):
+    """Elements [start, stop) of an encoded slot and their gradient."""
+
+    slot: OptimizerSlot
+    gradient: Tensor
+    start: int
+    stop: int
+
+    def decode(self) -> OptimizerSlot:
+        """Return a slot with decoded values, and views of what is not encoded."""
+        slot, start, stop = self.slot, self.start, self.stop
+
+        def read(role: str, plain: Tensor) -> Tensor:
+            if role in slot.encoded:
+                return slot.encoded[role].decode(start, stop)
+            return plain.view(-1)[start:stop]
+
+        return OptimizerSlot(
+            slot.shard,
+            slot.weight.view(-1)[start:stop],
+            read(MASTER, slot.master),
+            {role: read(role, tensor) for role, tensor in slot.state.items()},
+            slot.rates,
+        )
+
+    def encode(self, decoded: OptimizerSlot) -> None:
+        """Store the values of `decode` after an update."""
+        for role, encoded in self.slot.encoded.items():
+            values = decoded.master if role == MASTER else decoded.state[role]
+            encoded.encode(values, self.start)
+
+
+def _update_pieces(
+    rule: ElementwiseRule, pieces: Sequence[_DecodedPiece], scalars: UpdateScalars
+) -> None:
+    if not pieces:
+        return
+    decoded = [piece.decode() for piece in pieces]
+    rule.update(decoded, [piece.gradient for piece in pieces], scalars)
+    for piece, slot in zip(pieces, decoded, strict=True):
+        piece.encode(slot)
 
 
 def is_clipped(slot: OptimizerSlot, config: OptimConfig) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.optim import QkClipConfig
-from megalith.optim.slots import OptimizerSlot
+from megalith.optim.slots import MASTER, OptimizerSlot
 from megalith.plan.qk_clip import AttentionHeads, ScaledPart, row_factors, split_factors
 
 Scores = Sequence[Sequence[float]]
@@ -58,12 +58,16 @@ def scale_slot(slot: OptimizerSlot, parts: Sequence[ScaledPart]) -> None:
     """Multiply the master weights of a slot by the factors of its parts, and round them to the
     weights where these have lower precision. Parts without a factor keep their bits."""
     sizes = [part.numel for part in parts]
-    master_parts = slot.master.view(-1).split(sizes)
+    is_encoded = MASTER in slot.encoded
+    master_weights = slot.read_master()
+    master_parts = master_weights.view(-1).split(sizes)
     weight_parts: Sequence[Tensor] = slot.weight.view(-1).split(sizes)
     for part, master, weight in zip(parts, master_parts, weight_parts, strict=True):
         if (part.factors == 1).all():
             continue
         factors = torch.from_numpy(part.factors.copy()).to(master.device, master.dtype)
         master.view(part.shape).mul_(factors)
-        if slot.master is not slot.weight:
+        if slot.has_master and not is_encoded:
             weight.copy_(master)
+    if is_encoded:
+        slot.write_master(master_weights)

@@ -1,17 +1,33 @@
 """Slots of an optimizer: parameter shards with their master weights and optimizer state."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.config.optim import OptimizerStatesConfig
 from megalith.observe.machine import DTYPES
+from megalith.optim.encodings import (
+    EncodedTensor,
+    RemainderTensor,
+    StochasticWeights,
+    check_block_boundaries,
+    encode_moment,
+)
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.mesh import Mesh
 from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.plan.shards import Shard, is_first_replica
+from megalith.plan.state_encodings import SECOND_MOMENTS, select_moment_dtype
+
+MASTER = "master"
+"""Role of the master weights."""
+
+FP32_STATES = OptimizerStatesConfig()
+"""Formats without encodings."""
 
 RatesOf = Callable[[Shard], ParameterRates]
 """Factors of the optimizer's settings for a parameter."""
@@ -24,20 +40,76 @@ def equal_rates(shard: Shard) -> ParameterRates:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSlot:
-    """One parameter shard with its optimizer state."""
+    """One parameter shard with its optimizer state.
+
+    Encoded master weights and states are in `encoded`; in `master` and `state` they are tensors on
+    the meta device, with shape and dtype only.
+    """
 
     shard: Shard
     weight: Tensor
     """The shard of the model's parameter, in the model's dtype."""
 
     master: Tensor
-    """Master weights in fp32 or float64; the weights themselves if they have this precision."""
+    """Master weights in fp32 or float64; the weights themselves if they have this precision, or if
+    there are no master weights."""
 
     state: Mapping[str, Tensor]
     """Optimizer state by role, in the dtype of the master weights."""
 
     rates: ParameterRates = PLAIN
     """Factors of the optimizer's settings for this parameter."""
+
+    encoded: Mapping[str, EncodedTensor] = field(default_factory=dict)
+    """Encoded states by role, and encoded master weights as `MASTER`."""
+
+    def read_master(self) -> Tensor:
+        """Return the master weights in at least fp32, decoded into a new tensor if they are
+        encoded."""
+        return self._read(MASTER, self.master)
+
+    def write_master(self, values: Tensor) -> None:
+        """Overwrite the master weights; encoded ones overwrite the weights too."""
+        if MASTER in self.encoded:
+            self.encoded[MASTER].encode(values, 0)
+        else:
+            self.master.copy_(values)
+
+    def read_state(self, role: str) -> Tensor:
+        """Return a state, decoded into a new tensor if it is encoded."""
+        return self._read(role, self.state[role])
+
+    def reset_states(self) -> None:
+        """Set all states to zero."""
+        for role, tensor in self.state.items():
+            if role in self.encoded:
+                self.encoded[role].encode(torch.zeros(tensor.numel(), device=self.weight.device), 0)
+            else:
+                tensor.zero_()
+
+    def list_stored_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that store states and separate master weights: `exp_avg`,
+        `exp_avg.codes`."""
+        tensors = {MASTER: self.master, **self.state} if self.has_master else {**self.state}
+        for role, encoded in self.encoded.items():
+            tensors.pop(role, None)
+            tensors |= {
+                f"{role}.{name}": stored
+                for name, stored in encoded.tensors.items()
+                if name != "weight"
+            }
+        return tensors
+
+    @property
+    def has_master(self) -> bool:
+        """Whether master weights are stored in addition to the weights."""
+        return self.master is not self.weight
+
+    def _read(self, role: str, plain: Tensor) -> Tensor:
+        if role not in self.encoded:
+            return plain
+        encoded = self.encoded[role]
+        return encoded.decode(0, encoded.numel).view(self.weight.shape)
 
 
 class Optimizer(Protocol):
@@ -75,25 +147,63 @@ class Optimizer(Protocol):
 def zero_states(optimizer: Optimizer) -> None:
     """Set all states of an optimizer to zero, those of whole matrices included."""
     for slot in optimizer.slots:
-        for tensor in slot.state.values():
-            tensor.zero_()
+        slot.reset_states()
     for _, _, tensor in optimizer.list_matrix_states():
         tensor.zero_()
 
 
 def build_slot(
-    shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
+    shard: Shard,
+    weight: Tensor,
+    roles: Sequence[str],
+    rates: ParameterRates = PLAIN,
+    states: OptimizerStatesConfig = FP32_STATES,
+    build_rounding_key: Callable[[str], int] | None = None,
 ) -> OptimizerSlot:
-    """Return a slot whose optimizer state is zero, in the dtype of the master weights."""
-    master = weight if shard.dtype == shard.wide_dtype else weight.to(DTYPES[shard.wide_dtype])
-    return OptimizerSlot(
-        shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates
-    )
+    """Return a slot whose optimizer state is zero.
+
+    `states`: formats of master weights and moments. `build_rounding_key`: returns the key of
+    stochastic rounding in the current update from the name of a parameter; needed without master
+    weights.
+
+    Raises:
+        ConfigError: the slice begins or ends inside of a block of the format.
+    """
+    encoded: dict[str, EncodedTensor] = {}
+    is_wide = shard.dtype == shard.wide_dtype
+    if is_wide or states.master_weights == "none":
+        master = weight
+    elif states.master_weights == "remainder":
+        master = _build_meta_tensor(weight, shard)
+        encoded[MASTER] = RemainderTensor(weight)
+    else:
+        master = weight.to(DTYPES[shard.wide_dtype])
+    if not is_wide and states.master_weights == "none":
+        assert build_rounding_key is not None, "stochastic rounding needs a key"
+        key = partial(build_rounding_key, shard.name)
+        encoded[MASTER] = StochasticWeights(weight, shard, key)
+    state: dict[str, Tensor] = {}
+    for role in roles:
+        dtype = select_moment_dtype(role, shard.inputs, states)
+        if dtype == "fp32":
+            wide = weight.dtype if is_wide else DTYPES[shard.wide_dtype]
+            state[role] = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+            continue
+        check_block_boundaries(shard, dtype)
+        state[role] = _build_meta_tensor(weight, shard)
+        zeros = torch.zeros(weight.numel(), device=weight.device)
+        encoded[role] = encode_moment(zeros, dtype, is_unsigned=role in SECOND_MOMENTS)
+    return OptimizerSlot(shard, weight, master, state, rates, encoded)
+
+
+def _build_meta_tensor(weight: Tensor, shard: Shard) -> Tensor:
+    return torch.empty(weight.shape, dtype=DTYPES[shard.wide_dtype], device="meta")
 
 
 def round_master_weights(slots: Sequence[OptimizerSlot]) -> None:
-    """Copy the master weights into the weights, where these have lower precision."""
-    low_precision = [slot for slot in slots if slot.master is not slot.weight]
+    """Copy the master weights into the weights, where these have lower precision and are not part
+    of the master weights."""
+    low_precision = [slot for slot in slots if slot.has_master and MASTER not in slot.encoded]
     if low_precision:
         torch._foreach_copy_(
             [slot.weight for slot in low_precision], [slot.master for slot in low_precision]

@@ -55,6 +55,7 @@ from megalith.plan.buckets import (
     plan_buckets,
 )
 from megalith.plan.shards import Shard
+from megalith.plan.state_encodings import BUCKET_ALIGNMENT
 from megalith.plan.update_rules import is_feature_matrix
 
 SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
@@ -224,11 +225,13 @@ class BucketedDataParallel:
         compiled: bool = False,
         watch: bool = False,
         weight_grads: Sequence[WeightGradStore] = (),
+        alignment: int = BUCKET_ALIGNMENT,
     ) -> None:
         """`compiled`: the chunks of `model` are compiled; gradients are then added by hooks, and
         `all_gather_params` waits, because a compiled graph cannot wait for a gather. `watch`:
         record which gradients are NaN or infinite before they are reduced. `weight_grads`: stores
-        of deferred weight gradients, by chunk of `model`; empty: nothing is deferred."""
+        of deferred weight gradients, by chunk of `model`; empty: nothing is deferred. `alignment`:
+        parameters and slices start at a multiple of this many elements."""
         self.mesh, self.overlap, self._watch = mesh, config.overlap, watch
         self._records_bits, self._records_norms = False, watch
         self.reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else None
@@ -243,7 +246,7 @@ class BucketedDataParallel:
         """Whether gradients are sharded (ZeRO-2): those of a bucket are freed once reduced."""
         self._aligns_matrices = config.bucket_alignment == "matrices" and self.divided
         runs = self._find_runs(model, trained)
-        self.plan: BucketPlan = self._plan_buckets(runs.values(), config.bucket_numel)
+        self.plan: BucketPlan = self._plan_buckets(runs.values(), config.bucket_numel, alignment)
         first_shards = [self._first(index) for index in range(len(self.plan.buckets))]
         lengths = [bucket.stop - bucket.start for bucket in self.plan.buckets]
         self.weights = _allocate_buckets(lengths, [shard.dtype for shard in first_shards], device)
@@ -498,12 +501,14 @@ class BucketedDataParallel:
         }
 
     def _plan_buckets(
-        self, runs: Iterable[Sequence[tuple[int, ...]]], bucket_numel: int
+        self, runs: Iterable[Sequence[tuple[int, ...]]], bucket_numel: int, alignment: int
     ) -> BucketPlan:
         return plan_buckets(
             [shard.numel for shard in self.shards],
             bucket_numel=bucket_numel,
-            end_align=64 * lcm(*(division.slices.size for division in self.divisions.values())),
+            align=alignment,
+            end_align=alignment
+            * lcm(*(division.slices.size for division in self.divisions.values())),
             alone=[
                 n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1
             ],

@@ -82,12 +82,13 @@ def list_per_matrix_rules(optim: OptimConfig) -> list[str]:
     return [name for name in (*PER_MATRIX_RULES, PLUGIN_RULE) if name in named]
 
 
-def count_slice_states(optim: OptimConfig, rule: str) -> int:
-    """Return the number of states that a rule stores for each element of a slice, without the
+def list_slice_roles(optim: OptimConfig, rule: str) -> tuple[str, ...]:
+    """Return the roles of the states that a rule stores for each element of a slice, without the
     states of whole matrices; a plug-in counts as AdamW."""
     if rule == "sgd":
-        return int(optim.momentum > 0)
-    return {"lion": 1, "muon": 1, "soap": 0, "adafactor": 0}.get(rule, 2)
+        return ("momentum",) if optim.momentum > 0 else ()
+    roles = {"lion": ("exp_avg",), "muon": ("momentum",), "soap": (), "adafactor": ()}
+    return roles.get(rule, ("exp_avg", "exp_avg_sq"))
 
 
 def find_rule_setting(name: str, inputs: int, optim: OptimConfig) -> str:

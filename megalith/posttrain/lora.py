@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalith.checkpoint.format import MANIFEST, CheckpointEntry, pieces
+from megalith.checkpoint.format import MANIFEST, CheckpointEntry, decode_for_loading, pieces
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
@@ -135,5 +135,6 @@ def _load_entries(
                 f"lora.load={lora.load}: {entry.shard.name} is {list(values.shape)}, "
                 f"expected {list(entry.shard.shape)}. Use adapters of this model."
             )
-        for piece in pieces(entry):
-            piece.values.copy_(values[tuple(slice(start, stop) for start, stop in piece.box)])
+        with decode_for_loading([entry]) as decoded:
+            for piece in pieces(decoded[0]):
+                piece.values.copy_(values[tuple(slice(start, stop) for start, stop in piece.box)])

@@ -45,6 +45,7 @@ from megalith.plan.schedule import SPLIT_SCHEDULES, pairing_problems, schedule_n
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.shards import fully_sharded_problems
 from megalith.plan.stages import plan_stages, select_rank_stages, stages_problems
+from megalith.plan.state_encodings import state_encoding_problems
 from megalith.plan.update_rules import list_per_matrix_rules, update_rule_problems
 from megalith.rules.model import relation_problems
 from megalith.rules.moe import check_single_expert_weight, expert_layout_problems
@@ -160,6 +161,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     return (
         problems
         + optim_problems(run.optim, run.precision)
+        + state_encoding_problems(run.optim, run.precision)
         + schedule_problems(run.schedule, _steps_to_plan_with(run))
         + data_problems(run.data)
         + checkpoint_problems(run.checkpoint)

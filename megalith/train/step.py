@@ -494,7 +494,7 @@ def _copy_master_weights(trainer: Trainer) -> list[Tensor]:
 
 
 def _list_master_weights(trainer: Trainer) -> list[Tensor]:
-    weights = [(slot.shard, slot.master) for slot in trainer.optimizer.slots]
+    weights = [(slot.shard, slot.read_master()) for slot in trainer.optimizer.slots]
     return first_replica_gradients(weights, trainer.first_replicas)
 
 

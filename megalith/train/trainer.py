@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.config.optim import OptimConfig
+from megalith.config.optim import OptimConfig, OptimizerStatesConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.errors import raise_all
@@ -24,7 +24,14 @@ from megalith.optim.ema import EMA, WeightEMA
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import BuildMatrixUpdater, RuleOptimizer, is_clipped
 from megalith.optim.qk_clip import QKClip
-from megalith.optim.slots import Optimizer, RatesOf, equal_rates, find_first_replicas
+from megalith.optim.slots import (
+    FP32_STATES,
+    MASTER,
+    Optimizer,
+    RatesOf,
+    equal_rates,
+    find_first_replicas,
+)
 from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
     LossWithLogitStats,
@@ -46,6 +53,7 @@ from megalith.plan.parameters import ParameterRates
 from megalith.plan.qk_clip import list_attentions
 from megalith.plan.schedule import SPLIT_SCHEDULES, channels, effective_pipeline, schedule_name
 from megalith.plan.shards import Shard, is_first_replica
+from megalith.plan.state_encodings import block_alignment
 from megalith.train.attention_scores import ScoreMonitor
 from megalith.train.forward_backward import PipelineModel, build_step_schedule
 from megalith.train.moe import update_expert_biases, update_quantile_offsets
@@ -60,10 +68,14 @@ def build_optimizer(
     config: OptimConfig,
     rates: RatesOf = equal_rates,
     build_updater: BuildMatrixUpdater | None = None,
+    *,
+    states: OptimizerStatesConfig = FP32_STATES,
+    seed: int = 0,
 ) -> Optimizer:
     """Build the optimizer over these shards; `rates`: update rule and factors of each parameter;
-    `build_updater`: of rules per matrix, which is collective over a pipeline stage."""
-    return RuleOptimizer(weights, config, rates, build_updater)
+    `build_updater`: of rules per matrix, which is collective over a pipeline stage; `states`:
+    formats of master weights and moments; `seed`: of stochastic rounding."""
+    return RuleOptimizer(weights, config, rates, build_updater, states=states, seed=seed)
 
 
 # --- model chunks of this rank and their losses
@@ -209,6 +221,8 @@ def build_trainer(
             overlap=run.parallel.overlap,
             device=device,
         ),
+        states=run.precision.optimizer_states,
+        seed=run.seed,
     )
     score_monitor = build_score_monitor(run, optimizer)
     ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)
@@ -300,6 +314,7 @@ def build_grad_sync(
         compiled=run.train.compile,
         watch=watch,
         weight_grads=weight_grads,
+        alignment=block_alignment(run.precision.optimizer_states),
     )
 
 
@@ -334,15 +349,16 @@ def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
     entries = []
     for number, slot in enumerate(trainer.optimizer.slots):
         tensors: dict[str, Tensor] = {"param": slot.weight, **slot.state}
-        if slot.master is not slot.weight:
-            tensors["master"] = slot.master
+        if slot.has_master:
+            tensors[MASTER] = slot.master
         if trainer.ema is not None:
             tensors[EMA] = trainer.ema.averages[number]
         if trainer.outer is not None:
             tensors |= trainer.outer.list_state(number)
         is_writer = is_first_replica(slot.shard, coordinates)
         entries += [
-            CheckpointEntry(slot.shard, role, tensor, is_writer) for role, tensor in tensors.items()
+            CheckpointEntry(slot.shard, role, tensor, is_writer, slot.encoded.get(role))
+            for role, tensor in tensors.items()
         ]
     entries += [
         CheckpointEntry(shard, role, tensor, is_first_replica(shard, coordinates))

@@ -842,8 +842,8 @@ def _init_adapters(trainer: Trainer) -> None:
     """Initialize both halves of adapters, since with one at zero the other has no gradient."""
     for slot in trainer.optimizer.slots if trainer.run.lora is not None else ():
         init_param_(slot.weight, slot.shard, Init(0.1), seed=trainer.run.seed)
-        if slot.master is not slot.weight:
-            slot.master.copy_(slot.weight)
+        if slot.has_master:
+            slot.write_master(slot.weight)
     all_gather_loaded_params(trainer)
 
 
@@ -912,7 +912,7 @@ def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:
 
 
 def _parts(entry: CheckpointEntry) -> list[tuple[Box, Tensor]]:
-    return [(piece.box, piece.values.clone()) for piece in pieces(entry)]
+    return [(piece.box, piece.values.clone()) for piece in pieces(entry.decode())]
 
 
 def _join_slices(parts: Sequence[Gathered]) -> Gathered:

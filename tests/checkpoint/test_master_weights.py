@@ -44,6 +44,18 @@ def test_one_side_wins_where_they_differ_and_nowhere_else(changed: float, larges
     assert math.isnan(changed) or master_weights[1] == weights[1].float()
 
 
+def test_ties_rounded_away_from_zero_are_no_difference() -> None:
+    """Weights with remainders are rounded so; 1.00390625 is 1.0 to nearest even."""
+    master_weights = torch.tensor([1.00390625, -1.00390625, 1.0001])
+    weights = torch.tensor([1.0078125, -1.0078125, 1.0]).bfloat16()
+    assert reconcile(weights, master_weights, prefer_weights=False) is None
+    assert weights.tolist() == [1.0078125, -1.0078125, 1.0]
+    weights[2] = 1.0078125
+    assert reconcile(weights, master_weights, prefer_weights=False) == pytest.approx(
+        0.0077125, rel=1e-4
+    )
+
+
 def test_pairs_are_the_slices_that_a_master_filled() -> None:
     shard = Shard.full("w", (2,), dtype="bf16")
     low, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)

@@ -171,7 +171,7 @@ def test_unmapped_flags_are_reported_if_given() -> None:
     nothing = draft("")
     report_unmapped(nothing)
     assert nothing.entries == []
-    given = draft("--exp-avg-dtype fp32 --is-hybrid-model")
+    given = draft("--main-params-dtype fp32 --is-hybrid-model")
     report_unmapped(given)
     assert [entry.verdict for entry in given.entries] == ["already", "not mapped"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.config.fault_detection import FaultDetectorConfig
-from megalith.config.optim import GroupConfig, QkClipConfig
+from megalith.config.optim import GroupConfig, OptimizerStatesConfig, QkClipConfig
 from megalith.megatron.translate import Translation
 from megalith.optim.schedule import learning_rate, schedule_lengths, schedule_problems
 from megalith.plan.batch_schedule import constant_batch_size
@@ -339,6 +339,26 @@ def test_grad_norm_skip_threshold_is_translated(tiny: Translate) -> None:
     assert unlimited.run is not None and unlimited.run.optim.grad_norm_skip_threshold is None
 
 
+def test_precision_aware_optimizer_has_remainders_and_low_precision_moments(
+    tiny: Translate,
+) -> None:
+    aware = "--use-precision-aware-optimizer"
+    done = tiny(f"--bf16 {aware} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8")
+    assert done.run is not None and run_problems(done.run, 1) == []
+    states = done.run.precision.optimizer_states
+    assert (states.master_weights, states.first_moment) == ("remainder", "bf16")
+    assert states.second_moment == "fp8"
+    for arguments in (aware, "--exp-avg-dtype fp32", "--bf16"):
+        run = tiny(arguments).run
+        assert run is not None
+        assert run.precision.optimizer_states == OptimizerStatesConfig(), arguments
+    (problem,) = tiny("--bf16 --exp-avg-sq-dtype fp16").problems
+    assert problem == (
+        "--exp-avg-sq-dtype fp16 without --use-precision-aware-optimizer: Megatron stores fp32 "
+        "moments then. Add --use-precision-aware-optimizer, or remove --exp-avg-sq-dtype."
+    )
+
+
 def test_fp16_has_loss_scaling_and_skips_overflows(tiny: Translate) -> None:
     scale = "--initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 50 --hysteresis 3"
     done = tiny(f"--fp16 {scale}")
@@ -529,7 +549,7 @@ def test_learning_rate_of_each_step_is_that_of_megatron(tiny: Translate) -> None
         ("--fp8-format hybrid --fp8-recipe delayed", "fp8 and fp4 matmuls"),
         ("--embedding-weights-in-fp32", "fp32 embeddings with bf16 matrices"),
         ("--dataloader-type external", "samples come from code that is passed to Megatron"),
-        ("--exp-avg-dtype bf16", "optimizer states in other dtypes"),
+        ("--main-params-dtype fp16", "fp16 master weights"),
     ],
 )
 def test_strict_rejects_flags_that_change_the_numbers(

@@ -512,7 +512,9 @@ class FaultDetector(Callback):
         if self._check_state() is not None:
             return False
         trainer = self._run.prepared.trainer
-        is_valid = all(bool(torch.isfinite(slot.master).all()) for slot in trainer.optimizer.slots)
+        is_valid = all(
+            bool(torch.isfinite(slot.read_master()).all()) for slot in trainer.optimizer.slots
+        )
         for checksum, group in trainer.data.checksums():
             is_valid &= len(set(gather_objects(checksum, group))) == 1
         return all(gather_objects(is_valid, self._run.mesh.world))
@@ -636,9 +638,11 @@ def find_corrupt_moments(trainer: Trainer) -> list[str]:
     for slot in trainer.optimizer.slots:
         if slot.rates.rule != "adamw":
             continue
-        mean, square = slot.state["exp_avg"].double(), slot.state["exp_avg_sq"].double()
-        # squares of small gradients underflow in fp32
-        plausible = (square >= 0) & (mean.abs() <= bound * square.clamp(min=0).sqrt() + 1e-15)
+        mean, square = slot.read_state("exp_avg").double(), slot.read_state("exp_avg_sq").double()
+        plausible = (square >= 0) & mean.isfinite() & square.isfinite()
+        if not {"exp_avg", "exp_avg_sq"} & {*slot.encoded}:  # rounded moments exceed the bound
+            # squares of small gradients underflow in fp32
+            plausible &= mean.abs() <= bound * square.clamp(min=0).sqrt() + 1e-15
         if not bool(plausible.all()):
             corrupt.append(slot.shard.name)
     return corrupt

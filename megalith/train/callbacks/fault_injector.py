@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from megalith.checkpoint.save import SaveReport
 from megalith.config.fault_injection import NUMERIC_KINDS, FaultInjectorConfig, FaultSection
 from megalith.data.loader import StepBatches
+from megalith.optim.slots import MASTER
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.train.callbacks.base import Callback, Outcome, RunView
 from megalith.train.start_records import append_record, read_records
@@ -204,7 +205,14 @@ class FaultInjector(Callback):
             tensors = [param.weight for param in self._run.local_params]
         else:
             slots = trainer.optimizer.slots
-            tensors = [tensor for slot in slots for tensor in slot.state.values()]
+            tensors = [
+                tensor
+                for slot in slots
+                for role, tensor in slot.list_stored_tensors().items()
+                if role.split(".")[0] != MASTER
+                and tensor.is_floating_point()
+                and tensor.element_size() > 1  # codes of one byte have no NaN or integer view
+            ]
         self._corrupt_value(choice.choice([each for each in tensors if each.numel()]).detach())
 
     def _corrupt_value(self, tensor: Tensor) -> None:

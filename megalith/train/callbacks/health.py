@@ -51,7 +51,9 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
         return []
     # Minimum and maximum are NaN if any element is; they take a twentieth of the time of isfinite
     # (measured on a CPU).
-    extremes = [torch.stack(torch.aminmax(entry.tensor.detach())).double() for entry in weights]
+    extremes = [
+        torch.stack(torch.aminmax(entry.decode().tensor.detach())).double() for entry in weights
+    ]
     finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()
     return sorted(
         {entry.shard.name for entry, good in zip(weights, finite, strict=True) if not good}

@@ -25,6 +25,7 @@ from megalith.plan.costs import model_flops_utilization, tflops_per_device
 from megalith.plan.frozen import trained_step_flops
 from megalith.plan.kernels import describe_kernels
 from megalith.plan.stages import plan_stages
+from megalith.plan.state_encodings import state_encoding_notes
 from megalith.rules.moe import balance_notes
 from megalith.rules.no_effect import unused_notes
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
@@ -409,6 +410,7 @@ def _list_notes(run: RunView) -> list[str]:
     """Return notes on the settings: without effect, costly, or better on this device."""
     config, mesh = run.config, run.mesh
     notes = unused_notes(config, mesh.world.size) + zero_notes(config.parallel, mesh.dp.size)
+    notes += state_encoding_notes(config.optim, config.precision)
     notes += list_attention_warnings(config.model.attention)
     if config.lora is None:  # LoRA freezes the routers
         notes += balance_notes(config.model)

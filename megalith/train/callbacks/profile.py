@@ -405,8 +405,8 @@ class ParamNorm(Callback):
         """Select the parameters of which this rank has the first replica."""
         self._run = run
         coordinates = run.mesh.coordinates
-        self._master_weights = [
-            slot.master
+        self._slots = [
+            slot
             for slot in run.prepared.trainer.optimizer.slots
             if is_first_replica(slot.shard, coordinates)
         ]
@@ -414,7 +414,8 @@ class ParamNorm(Callback):
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Add the norm after the update."""
         if self._run.is_logged(finished.step):
-            squares = sum_of_squares(self._master_weights, self._run.device)
+            master_weights = [slot.read_master() for slot in self._slots]
+            squares = sum_of_squares(master_weights, self._run.device)
             metrics["param_norm"] = all_reduce_(squares, self._run.mesh.world).sqrt().item()
 
 

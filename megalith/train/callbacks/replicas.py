@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.errors import CheckpointError
 from megalith.optim.ema import EMA
-from megalith.optim.slots import OptimizerSlot
+from megalith.optim.slots import MASTER, OptimizerSlot
 from megalith.parallel.grad_sync import byte_checksum, byte_checksums
 from megalith.parallel.group import Group, gather_objects, start_receive, start_send
 from megalith.plan.replicas import (
@@ -228,9 +228,7 @@ def list_replicas(trainer: Trainer) -> dict[ReplicaKey, Tensor]:
     hold replicas."""
     optimizer, tensors = trainer.optimizer, dict[ReplicaKey, Tensor]()
     for number, slot in enumerate(optimizer.slots):
-        roles: dict[str, Tensor] = {"param": slot.weight, **slot.state}
-        if slot.master is not slot.weight:
-            roles["master"] = slot.master
+        roles: dict[str, Tensor] = {"param": slot.weight, **slot.list_stored_tensors()}
         if trainer.ema is not None:
             roles[EMA] = trainer.ema.averages[number]
         for role, tensor in roles.items():
@@ -325,7 +323,7 @@ def _round_master_elements(
 def _round_slot_elements(slot: OptimizerSlot, positions: Sequence[int]) -> dict[int, float]:
     """Return the rounded master weights of the elements that a slot holds, by their place in
     `positions`, which are row-major indices in the box."""
-    if slot.master is slot.weight:
+    if not slot.has_master or MASTER in slot.encoded:
         return {}
     start = slot.shard.flat[0] if slot.shard.flat is not None else 0
     places = [
