@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,8 +26,10 @@ from megalith.optim.encodings import (
     split_remainders,
 )
 from megalith.optim.optimizer import PIECE_NUMEL, RuleOptimizer
+from megalith.optim.qk_clip import scale_slot
 from megalith.optim.slots import MASTER, build_slot
 from megalith.plan.keys import key as build_key
+from megalith.plan.qk_clip import split_factors
 from megalith.plan.shards import Shard
 from megalith.plan.state_encodings import moment_nbytes
 
@@ -437,6 +440,22 @@ def test_states_are_reset_and_master_weights_written() -> None:
             slot.write_master(torch.ones(slot.weight.shape))
             assert torch.equal(slot.read_master().float(), torch.ones(slot.weight.shape))
             assert (MASTER in slot.encoded) == (states.master_weights != "fp32")
+
+
+@pytest.mark.parametrize("states", STATES, ids=str)
+def test_qk_clip_scales_encoded_master_weights(states: OptimizerStatesConfig) -> None:
+    slot = train(PARAMETERS, states, OptimConfig()).slots[1]
+    before = slot.read_master().float().clone()
+    weights = slot.weight.clone()
+    factors = np.array([1.0, 0.5, 1.0, 0.7]).reshape(4, 1, 1)
+    scale_slot(slot, split_factors(slot.shard, factors))
+    expected = before.view(4, -1) * torch.tensor([1.0, 0.5, 1.0, 0.7]).view(4, 1)
+    rounding = 2**-7 if states.master_weights == "none" else 1e-6
+    torch.testing.assert_close(
+        slot.read_master().float().view(4, -1), expected, rtol=rounding, atol=0
+    )
+    kept = slot.weight.view(4, -1)[[0, 2]], weights.view(4, -1)[[0, 2]]
+    assert torch.equal(*kept)
 
 
 assert {*ENCODED, "fp32"} == {*get_args(MomentDtype)}
