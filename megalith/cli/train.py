@@ -255,7 +255,7 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     from megalith.launch.heartbeat_process import open_heartbeat
     from megalith.launch.rounds import RestartClient
     from megalith.train.callbacks.stop import record_sigusr1
-    from megalith.train.restart import preload, train_in_rounds
+    from megalith.train.restart import RestartHealthCheck, preload, train_in_rounds
     from megalith.train.resume import build_checked_tokenizer
 
     client = RestartClient.from_environment(os.environ)
@@ -266,7 +266,13 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
             client.wait_for_round()
         build_checked_tokenizer(run)  # before the folder is created and other ranks wait
         train = partial(_train_round, run, path, callback_names, client, heartbeat)
-        outcome = train() if client is None else train_in_rounds(client, train, heartbeat)
+        if client is None:
+            outcome = train()
+        elif run.fault_detector.health_check_every is None:
+            outcome = train_in_rounds(client, train, heartbeat)
+        else:
+            find_errors = RestartHealthCheck(run, path).find_errors
+            outcome = train_in_rounds(client, train, heartbeat, find_errors)
     if os.environ.get("RANK", "0") == "0":
         print(_describe_outcome(outcome, str(path), run), flush=True)
         if outcome.kind == "suspect" and (file := os.environ.get(SUSPECT_HOSTS)):
