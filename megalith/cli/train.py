@@ -31,7 +31,7 @@ RESTART_COUNTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
 SUSPECT_HOSTS = "MEGALITH_SUSPECTS"
 """Variable with the file to which the hosts of suspect machines are written, separated by commas,
-for the batch system (launch/slurm.sh)."""
+for the batch system (launch/slurm.sh, launch/kubernetes.yaml)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,10 +319,14 @@ def _train_round(
 
 
 def _write_suspect_hosts(folder: Path, file: Path) -> None:
-    """Write the hosts that a run in `folder` has excluded so far, as Slurm names its nodes."""
+    """Write the hosts that a run in `folder` has excluded so far, as the batch system names its
+    nodes: as in MEGALITH_HOST, or without the domain, as Slurm does."""
+    from megalith.observe.limits import HOST
     from megalith.train.callbacks.fault_detection import read_suspect_exits
 
-    hosts = {host.partition(".")[0] for each in read_suspect_exits(folder) for host in each.hosts}
+    hosts = {host for each in read_suspect_exits(folder) for host in each.hosts}
+    if HOST not in os.environ:
+        hosts = {host.partition(".")[0] for host in hosts}
     file.write_text(",".join(sorted(hosts)) + "\n")
 
 

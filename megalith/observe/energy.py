@@ -63,9 +63,7 @@ def describe_gpu_health(device: torch.device) -> str:
         active = [link for link in links if is_active_nvlink(nvml, handle, link)]
         if not active:
             raise LookupError("this GPU has no active NVLink")
-        return sum(
-            int(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, kind)) for link in active
-        )
+        return sum(int(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, kind)) for link in active)
 
     def count_ecc_errors() -> int:
         kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC

@@ -8,15 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 PACKAGE = "megalith"
 
-GATHER_SECONDS = 1.0
-"""Time for which rank 0 waits for the same warning of other ranks. Heuristic: ranks reach the same
-line within a step, and a reader of the terminal does not notice it."""
+GATHER_SECONDS = 2.0
+"""Time for which rank 0 waits for the same warning of other ranks. Heuristic: most ranks reach the
+same line in this time, and a reader of the terminal can wait for it."""
+
+FINISH_SECONDS = 1.0
+"""Longest wait for the thread, and of rank 0 for the last warnings of other ranks. Heuristic: ranks
+leave the job together."""
 
 POLL_SECONDS = 0.25
 """Time between two reads of the store by rank 0; each is one message to a local port."""
@@ -99,6 +103,13 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
+def write_line(text: str) -> None:
+    """Write a line to standard error, unless it is closed."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
 class WarningMerger(logging.Handler):
     """Log handler of one rank that sends warnings to rank 0. A thread sends them, so that the rank
     does not wait for the store; rank 0 prints them, and adds those of other ranks to its log."""
@@ -124,26 +135,24 @@ class WarningMerger(logging.Handler):
         if getattr(record, "is_of_other_ranks", False):
             return
         warning = RankWarning(record.name, record.levelno, self.format(record)[:MAX_TEXT])
-        try:
+        with suppress(queue.Full):
             self._queue.put_nowait(warning)
-        except queue.Full:
-            pass
 
     def finish(self, *, waits: bool) -> None:
         """Send or print what is queued, and end the thread. `waits`: rank 0 first waits for the
-        last warnings of other ranks, for GATHER_SECONDS at most."""
+        last warnings of other ranks, for FINISH_SECONDS at most."""
         try:
-            self._queue.put(None, timeout=GATHER_SECONDS)
+            self._queue.put(None, timeout=FINISH_SECONDS)
         except queue.Full:
             return
-        self._thread.join(timeout=GATHER_SECONDS)
+        self._thread.join(timeout=FINISH_SECONDS)
         if self._thread.is_alive():  # the store does not answer
             return
         try:
             if self._rank > 0:
                 self._store.add(_NUM_LEFT, 1)
                 return
-            deadline = time.monotonic() + GATHER_SECONDS
+            deadline = time.monotonic() + FINISH_SECONDS
             while waits and self._store.add(_NUM_LEFT, 0) < self._world - 1:
                 if time.monotonic() > deadline:
                     break
@@ -161,7 +170,7 @@ class WarningMerger(logging.Handler):
                 number = self._store.add(_COUNT, 1)
                 self._store.set(str(number), json.dumps([self._rank, *warning]))
             except RuntimeError:  # rank 0 has ended
-                print(f"rank {self._rank}: {warning.text}", file=sys.stderr, flush=True)
+                write_line(f"rank {self._rank}: {warning.text}")
 
     # --- rank 0
 
@@ -206,7 +215,7 @@ class WarningMerger(logging.Handler):
     def _print(self, warnings: Sequence[tuple[RankWarning, list[int]]]) -> None:
         for warning, ranks in warnings:
             text = warning.text if ranks == [0] else f"{describe_ranks(ranks)}: {warning.text}"
-            print(text, file=sys.stderr, flush=True)
+            write_line(text)
             if 0 not in ranks:
                 fields = {"name": warning.logger, "levelno": warning.level, "msg": text}
                 level = {"levelname": logging.getLevelName(warning.level)}

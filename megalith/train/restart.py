@@ -4,7 +4,6 @@ and the process groups, checks its device, and joins the next round with the sam
 import gc
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from megalith.launch.launcher import Failure, exception_failure
 from megalith.launch.rounds import RestartClient
 from megalith.launch.worker import Worker, set_threads
 from megalith.observe.health_check import check_device
+from megalith.observe.limits import read_host_name
 from megalith.observe.machine import DTYPES
 from megalith.plan.device_health import DeviceHealth
 from megalith.train.callbacks.base import Outcome
@@ -82,7 +82,7 @@ class RestartHealthCheck:
                 "step": None,
                 "kind": "health_check",
                 "rank": int(self._environment.get("RANK", "0")),
-                "host": socket.gethostname(),
+                "host": read_host_name(),
                 "device": self._first.device_type,
                 "coordinates": {},
                 "reason": "; ".join(errors),

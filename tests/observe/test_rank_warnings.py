@@ -51,7 +51,12 @@ def print_merged(
 
 
 def test_equal_warnings_of_ranks_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [["short split", "slow disk"], ["short split"], ["short split", "no cache"], ["no cache"]]
+    texts = [
+        ["short split", "slow disk"],
+        ["short split"],
+        ["short split", "no cache"],
+        ["no cache"],
+    ]
     store = PrefixStore("warnings", HashStore())
     assert sorted(print_merged(capsys, texts, store)) == [
         "ranks 0-2: short split",
