@@ -119,7 +119,7 @@ class WarningMerger(logging.Handler):
         self._store, self._rank, self._world = store, rank, world
         self._queue: queue.Queue[RankWarning | None] = queue.Queue(MAX_QUEUED)
         self._groups = WarningGroups()
-        self._num_read = 0
+        self._num_received = 0
         self._thread = threading.Thread(
             target=self._print_warnings if rank == 0 else self._send_warnings,
             name="rank-warnings",
@@ -131,9 +131,7 @@ class WarningMerger(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a message of this rank; one of other ranks, which rank 0 logs, is left out."""
-        if getattr(record, "is_of_other_ranks", False):
-            return
+        """Queue a message of this rank."""
         warning = RankWarning(record.name, record.levelno, self.format(record)[:MAX_TEXT])
         with suppress(queue.Full):
             self._queue.put_nowait(warning)
@@ -206,10 +204,10 @@ class WarningMerger(logging.Handler):
             RuntimeError: the store does not answer.
         """
         num_sent = self._store.add(_COUNT, 0)
-        while self._num_read < num_sent and self._store.check([str(self._num_read + 1)]):
-            self._num_read += 1
-            rank, *fields = json.loads(self._store.get(str(self._num_read)))
-            self._store.delete_key(str(self._num_read))
+        while self._num_received < num_sent and self._store.check([str(self._num_received + 1)]):
+            self._num_received += 1
+            rank, *fields = json.loads(self._store.get(str(self._num_received)))
+            self._store.delete_key(str(self._num_received))
             self._groups.add(RankWarning(*fields), rank, time.monotonic())
 
     def _print(self, warnings: Sequence[tuple[RankWarning, list[int]]]) -> None:
@@ -219,8 +217,10 @@ class WarningMerger(logging.Handler):
             if 0 not in ranks:
                 fields = {"name": warning.logger, "levelno": warning.level, "msg": text}
                 level = {"levelname": logging.getLevelName(warning.level)}
-                record = logging.makeLogRecord(fields | level | {"is_of_other_ranks": True})
-                logging.getLogger(PACKAGE).handle(record)
+                record = logging.makeLogRecord(fields | level)
+                for handler in logging.getLogger(PACKAGE).handlers:
+                    if handler is not self and record.levelno >= handler.level:
+                        handler.handle(record)
 
 
 @contextmanager

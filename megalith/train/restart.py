@@ -77,7 +77,7 @@ class RestartHealthCheck:
         """Check the device; write the errors to suspects.jsonl, and return them."""
         errors = self._find_errors()
         if errors:
-            record = {
+            record: dict[str, object] = {
                 "time": round(time.time(), 3),
                 "step": None,
                 "kind": "health_check",
