@@ -37,6 +37,8 @@ from megalith.launch.rounds import (
     decode_message,
     encode_message,
 )
+from megalith.observe import health_check
+from megalith.observe.health_check import CheckSizes
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import build_mesh
@@ -337,6 +339,7 @@ def test_stopped_rank_is_killed_and_replaced_in_place(tmp_path: Path) -> None:
         "train.steps": "4",
         "restart.max_in_place": "1",
         "parallel.heartbeat_timeout_seconds": "20",
+        "fault_detector.health_check_every": "0",
         "checkpoint.local.replication_factor": "1",
     }
     errors = train_by_command(tmp_path, settings, [[("step", 3, 0, "SIGSTOP")]], nproc=2)
@@ -370,6 +373,7 @@ def test_rank_whose_device_fails_the_health_check_joins_no_round(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
     }
+    monkeypatch.setattr(health_check, "CPU_SIZES", CheckSizes(32, 1024, 1024))
     run = tiny_run({"train.threads": str(torch.get_num_threads())})
     check = RestartHealthCheck(run, tmp_path, environment)
     assert check.find_errors() == [] and not (tmp_path / "suspects.jsonl").exists()
