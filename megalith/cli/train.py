@@ -31,7 +31,7 @@ RESTART_COUNTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
 SUSPECT_HOSTS = "MEGALITH_SUSPECTS"
 """Variable with the file to which the hosts of suspect machines are written, separated by commas,
-for the batch system (launch/slurm.sh)."""
+for the batch system (launch/slurm.sh, launch/kubernetes.yaml)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     from megalith.launch.heartbeat_process import open_heartbeat
     from megalith.launch.rounds import RestartClient
     from megalith.train.callbacks.stop import record_sigusr1
-    from megalith.train.restart import preload, train_in_rounds
+    from megalith.train.restart import RestartHealthCheck, preload, train_in_rounds
     from megalith.train.resume import build_checked_tokenizer
 
     client = RestartClient.from_environment(os.environ)
@@ -266,7 +266,13 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
             client.wait_for_round()
         build_checked_tokenizer(run)  # before the folder is created and other ranks wait
         train = partial(_train_round, run, path, callback_names, client, heartbeat)
-        outcome = train() if client is None else train_in_rounds(client, train, heartbeat)
+        if client is None:
+            outcome = train()
+        elif run.fault_detector.health_check_every is None:
+            outcome = train_in_rounds(client, train, heartbeat)
+        else:
+            find_errors = RestartHealthCheck(run, path).find_errors
+            outcome = train_in_rounds(client, train, heartbeat, find_errors)
     if os.environ.get("RANK", "0") == "0":
         print(_describe_outcome(outcome, str(path), run), flush=True)
         if outcome.kind == "suspect" and (file := os.environ.get(SUSPECT_HOSTS)):
@@ -313,10 +319,14 @@ def _train_round(
 
 
 def _write_suspect_hosts(folder: Path, file: Path) -> None:
-    """Write the hosts that a run in `folder` has excluded so far, as Slurm names its nodes."""
+    """Write the hosts that a run in `folder` has excluded so far, as the batch system names its
+    nodes: as in MEGALITH_HOST, or without the domain, as Slurm does."""
+    from megalith.observe.limits import HOST
     from megalith.train.callbacks.fault_detection import read_suspect_exits
 
-    hosts = {host.partition(".")[0] for each in read_suspect_exits(folder) for host in each.hosts}
+    hosts = {host for each in read_suspect_exits(folder) for host in each.hosts}
+    if HOST not in os.environ:
+        hosts = {host.partition(".")[0] for host in hosts}
     file.write_text(",".join(sorted(hosts)) + "\n")
 
 

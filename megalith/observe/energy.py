@@ -57,13 +57,13 @@ def describe_gpu_health(device: torch.device) -> str:
     except Exception:  # a report does not end a run: no driver, no library, another API
         return ""
 
-    def count_nvlink_errors() -> int:
-        total = 0
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            if nvml.nvmlDeviceGetNvLinkState(handle, link):
-                kind = nvml.NVML_NVLINK_ERROR_DL_REPLAY
-                total += int(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, kind))
-        return total
+    def count_nvlink_errors(counter: str) -> int:
+        kind = getattr(nvml, f"NVML_NVLINK_ERROR_DL_{counter}")
+        links = range(nvml.NVML_NVLINK_MAX_LINKS)
+        active = [link for link in links if is_active_nvlink(nvml, handle, link)]
+        if not active:
+            raise LookupError("this GPU has no active NVLink")
+        return sum(int(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, kind)) for link in active)
 
     def count_ecc_errors() -> int:
         kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -77,13 +77,34 @@ def describe_gpu_health(device: torch.device) -> str:
         "throttling {}": lambda: hex(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         "{} uncorrected ECC errors": count_ecc_errors,
         "{} PCIe replays": lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle),
-        "{} NVLink replays": count_nvlink_errors,
+        "{} NVLink replays": lambda: count_nvlink_errors("REPLAY"),
+        "{} NVLink recoveries": lambda: count_nvlink_errors("RECOVERY"),
+        "{} NVLink CRC errors": lambda: count_nvlink_errors("CRC_FLIT"),
     }
     texts = []
     for text, read in readings.items():
         with suppress(Exception):  # this GPU or driver does not provide it
             texts.append(text.format(read()))
     return ", ".join(texts)
+
+
+_ABSENT_LINK_ERRORS = 2, 3
+"""NVML_ERROR_INVALID_ARGUMENT and NVML_ERROR_NOT_SUPPORTED: a GPU has fewer links than NVML allows
+(A100: 12 of 18)."""
+
+
+def is_active_nvlink(nvml: Any, handle: Any, link: int) -> bool:  # Any: the package has no types
+    """Return whether a GPU has an NVLink of this number that is active.
+
+    Raises:
+        Exception: an error of NVML, except that there is no such link.
+    """
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) in _ABSENT_LINK_ERRORS:
+            return False
+        raise
 
 
 class RaplCounter:

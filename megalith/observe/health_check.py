@@ -2,7 +2,6 @@
 products and copies, in less than two seconds."""
 
 import platform
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalith.observe.limits import read_host_name
 from megalith.plan.device_health import DeviceHealth
 
 CPU = "cpu"
@@ -73,9 +73,7 @@ def check_device(device: torch.device, dtypes: Sequence[torch.dtype]) -> DeviceH
             errors.append(f"{name} of whole numbers is wrong")
     errors += check_memory(sizes.pattern_nbytes, device)
     speeds["memory copy"] = measure_copy(sizes.copy_nbytes, device)
-    return DeviceHealth(
-        socket.gethostname(), describe_device_type(device), bits, tuple(errors), speeds
-    )
+    return DeviceHealth(read_host_name(), describe_device_type(device), bits, tuple(errors), speeds)
 
 
 def describe_device_type(device: torch.device) -> str:

@@ -1,6 +1,9 @@
-"""Number of cores and amount of memory that this process may use; without torch, for launchers."""
+"""Number of cores and amount of memory that this process may use, and the name of its machine;
+without torch, for launchers."""
 
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -44,3 +47,17 @@ def _control_group(name: str) -> str:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return ""
+
+
+HOST = "MEGALITH_HOST"
+"""Variable with the name of this machine in reports, where the host name is not that of the machine
+but that of a container (launch/kubernetes.yaml)."""
+
+
+def read_host_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this machine as the user can exclude it from a job.
+
+    >>> read_host_name({"MEGALITH_HOST": "node-7.example"})
+    'node-7.example'
+    """
+    return environment.get(HOST) or socket.gethostname()

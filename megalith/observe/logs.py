@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megalith.config.observe import ObserveConfig
-
-_PACKAGE = "megalith"
+from megalith.observe.rank_warnings import PACKAGE, is_merging_warnings
 
 
 class JsonFormatter(logging.Formatter):
@@ -48,27 +47,30 @@ class _LevelFilter(logging.Filter):
 @contextmanager
 def log_to(path: Path, config: ObserveConfig) -> Iterator[None]:
     """Append the package's log messages to `path` inside the context, from the levels of the
-    settings on, and write warnings to standard error, whatever the levels."""
+    settings on, and write warnings to standard error, whatever the levels; not those that
+    `merge_warnings` prints."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    levels = {_PACKAGE: config.log_level} | dict(parse_log_levels(config.log_levels))
+    levels = {PACKAGE: config.log_level} | dict(parse_log_levels(config.log_levels))
     before = {name: logging.getLogger(name).level for name in levels}
     file = logging.FileHandler(path, encoding="utf-8")
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     file.setFormatter(JsonFormatter() if config.log_format == "json" else text)
     numbers = {name: logging.getLevelNamesMapping()[level] for name, level in levels.items()}
     file.addFilter(_LevelFilter(numbers))
-    terminal = logging.StreamHandler()
-    terminal.setLevel(logging.WARNING)
-    handlers: list[logging.Handler] = [file, terminal]
+    handlers: list[logging.Handler] = [file]
+    if not is_merging_warnings():
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.WARNING)
+        handlers.append(terminal)
     for name, number in numbers.items():
         logging.getLogger(name).setLevel(min(number, logging.WARNING))
     for handler in handlers:
-        logging.getLogger(_PACKAGE).addHandler(handler)
+        logging.getLogger(PACKAGE).addHandler(handler)
     try:
         yield
     finally:
         for handler in handlers:
-            logging.getLogger(_PACKAGE).removeHandler(handler)
+            logging.getLogger(PACKAGE).removeHandler(handler)
         for name, number in before.items():
             logging.getLogger(name).setLevel(number)
         file.close()

@@ -30,6 +30,7 @@ from megalith.launch.worker import (
     set_threads,
 )
 from megalith.observe.flight import FlightRecorder
+from megalith.observe.rank_warnings import merge_warnings
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import check_run
@@ -158,7 +159,12 @@ def _join_ranks(
         device=worker.device,
     )
     connect_timeout = backend_timeout(run.parallel.timeout_seconds)
-    with watching(watch), record_waits(heartbeat or RankHeartbeat(), watch.is_waiting):
+    warning_store = PrefixStore("warnings", watch_store)
+    with (
+        watching(watch),
+        record_waits(heartbeat or RankHeartbeat(), watch.is_waiting),
+        merge_warnings(warning_store, rank=worker.rank, world=worker.world),
+    ):
         try:
             world = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
             check_consistent_settings(flatten(run), world)

@@ -4,7 +4,6 @@ no torch."""
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from megalith import storage
 from megalith.checkpoint.lock import identify_process
 from megalith.errors import CheckpointError
 from megalith.launch.launcher import Failure
+from megalith.observe.limits import read_host_name
 from megalith.plan.starts import Start, find_record_problem, parse_starts
 
 STARTS = "starts.jsonl"
@@ -116,7 +116,7 @@ def _append_exit(folder: Path, start: Start, failure: Failure, code: int) -> Non
         "cause": failure.summary[:500],
         "code": code,
         "rank": failure.rank,
-        "host": socket.gethostname(),
+        "host": read_host_name(),
         "is_consequence": failure.is_consequence,
     }
     try:

@@ -2,7 +2,6 @@
 earlier ones have failed, and hosts that are suspects."""
 
 import logging
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from megalith.checkpoint.lock import identify_process
 from megalith.errors import CheckpointError, RankError, UserError
 from megalith.launch.launcher import FAULT, LAUNCHER, USER_ERROR, exception_failure
 from megalith.launch.rounds import Round
+from megalith.observe.limits import read_host_name
 from megalith.parallel.group import Group, gather_objects, raise_on_all_ranks
 from megalith.plan.starts import (
     MAX_FAILED_STARTS,
@@ -134,7 +134,7 @@ class StartLog:
         tier: str,
     ) -> None:
         """Write the line of this start on rank 0, and set its number. Collective."""
-        hosts = gather_objects(socket.gethostname(), world)
+        hosts = gather_objects(read_host_name(), world)
         number = 0
         if self.rank == 0:
             records, _ = read_records(self.folder / STARTS)
@@ -201,7 +201,7 @@ class StartLog:
                 "code": code,
                 "step": step,
                 "rank": rank,
-                "host": socket.gethostname(),
+                "host": read_host_name(),
                 "is_consequence": is_consequence,
             }
         )

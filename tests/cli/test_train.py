@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalith.cli.main import main
-from megalith.cli.train import _describe_outcome
+from megalith.cli.train import _describe_outcome, _write_suspect_hosts
 from megalith.config.parallel import RecomputeConfig
 from megalith.config.tree import Override, apply_overrides, save_yaml
 from megalith.data.chat_template import find_template
@@ -31,6 +32,7 @@ from megalith.recipes import build_recipe, resolve
 from megalith.testing.tiny import tiny_yaml
 from megalith.train import loop
 from megalith.train.callbacks.base import Outcome
+from megalith.train.callbacks.fault_detection import describe_machine
 from megalith.train.step import StepResult, train_step
 
 PATIENCE_SECONDS = 120.0
@@ -397,6 +399,19 @@ def test_suspect_machine_ends_training_with_76_and_then_with_2(
     assert "megalith train: step 3: loss " in error
     assert "The run has ended at this step before because of the same fault" in error
     assert main(words[:4]) == 0  # the machine is repaired
+
+
+def test_suspect_hosts_have_the_names_of_the_batch_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"step": 3, "time": 1.0, "host": "node-7.example", "exits": True}
+    (tmp_path / "suspects.jsonl").write_text(json.dumps(record) + "\n")
+    _write_suspect_hosts(tmp_path, tmp_path / "hosts")
+    assert (tmp_path / "hosts").read_text() == "node-7\n"  # as Slurm names it
+    monkeypatch.setenv("MEGALITH_HOST", "node-8.example")
+    assert describe_machine(torch.device("cpu")) == ("node-8.example", "cpu")
+    _write_suspect_hosts(tmp_path, tmp_path / "hosts")
+    assert (tmp_path / "hosts").read_text() == "node-7.example\n"
 
 
 def test_failed_health_check_after_the_last_step_ends_training_with_76(

@@ -1,19 +1,24 @@
 """The files under launch/: read, and their scripts run with stand-ins for srun, scontrol, torchrun
 and megalith."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 
+from megalith.observe.limits import HOST
 from megalith.testing.tiny import tiny_yaml
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -186,7 +191,8 @@ def start_pod(folder: Path, manifests: dict[str, Any], code: str) -> "subprocess
     """Run the container's command with ranks that end with `code`."""
     only = container(manifests)
     assert only["command"] == ["bash", "-c"]
-    variables = {entry["name"]: entry["value"] for entry in only["env"]}
+    variables = {entry["name"]: entry["value"] for entry in only["env"] if "value" in entry}
+    variables["LAUNCH_FOLDER"] = str(folder)
     return run_script(folder, ["-c", *only["args"]], CODE=code, **variables)
 
 
@@ -199,6 +205,101 @@ def test_pod_has_the_exit_code_of_its_ranks(
     code, out = wait_for_output(start_pod(pod, manifests, rank))
     assert code == expected
     assert out.splitlines() == ["train llama3_70b --run=long"] * 2
+
+
+class ApiServer(BaseHTTPRequestHandler):
+    """A stand-in for the server of the Kubernetes API that records the pods it creates."""
+
+    pods: ClassVar[list[dict[str, Any]]] = []
+    headers_of_last: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, int]] = {}
+    """Status of the answer by node, if it is not 201."""
+
+    def do_POST(self) -> None:
+        """Create a pod."""
+        pod = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ApiServer.headers_of_last = dict(self.headers)
+        ApiServer.pods.append({"path": self.path, **pod})
+        self.send_response(self.refused.get(pod["spec"]["nodeName"], 201))
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture
+def api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ApiServer]]:
+    """The API at a local port, and a service account for it."""
+    for name, text in (("token", "secret\n"), ("namespace", "research")):
+        (tmp_path / name).write_text(text)
+    ApiServer.pods, ApiServer.refused = [], {}
+    with HTTPServer(("127.0.0.1", 0), ApiServer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("SERVICE_ACCOUNT", str(tmp_path))
+        monkeypatch.setenv("API_SERVER", f"http://127.0.0.1:{server.server_port}")
+        yield ApiServer
+        server.shutdown()
+        thread.join()
+
+
+def start_suspect_pod(
+    folder: Path, manifests: dict[str, Any], nodes: str
+) -> "subprocess.Popen[str]":
+    """Run the container's command with a rank 0 that reports suspect nodes."""
+    (folder / "reserve_nodes.py").write_text(manifests["ConfigMap"]["data"]["reserve_nodes.py"])
+    tool(folder, "megalith", f'echo {nodes} > "$MEGALITH_SUSPECTS"; exit 76')
+    return start_pod(folder, manifests, "76")
+
+
+def test_suspect_nodes_are_reserved_and_avoided(
+    pod: Path, manifests: dict[str, Any], api_server: type[ApiServer]
+) -> None:
+    code, out = wait_for_output(start_suspect_pod(pod, manifests, "node7.example,node9"))
+    assert code == 76
+    assert out.count(" is suspect: pod megalith-suspect-") == 2
+    assert api_server.headers_of_last["Authorization"] == "Bearer secret"
+    assert {each["path"] for each in api_server.pods} == {"/api/v1/namespaces/research/pods"}
+    assert [each["spec"]["nodeName"] for each in api_server.pods] == ["node7.example", "node9"]
+    assert len({each["metadata"]["name"] for each in api_server.pods}) == 2
+    template = manifests["Job"]["spec"]["template"]
+    (avoided,) = template["spec"]["affinity"]["podAntiAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert avoided["topologyKey"] == "kubernetes.io/hostname"
+    labels = avoided["labelSelector"]["matchLabels"]
+    for each in api_server.pods:
+        assert each["metadata"]["labels"] == labels
+        assert each["spec"]["containers"][0]["image"].startswith("registry.k8s.io/pause:")
+    assert not labels.items() <= template["metadata"]["labels"].items()
+
+
+def test_nodes_that_cannot_be_reserved_are_named(
+    pod: Path, manifests: dict[str, Any], api_server: type[ApiServer]
+) -> None:
+    api_server.refused = {"node7": 409, "node8": 403}
+    code, out = wait_for_output(start_suspect_pod(pod, manifests, "node7,node8"))
+    assert code == 76
+    assert "node7" not in out  # it is reserved already
+    text = "node node8 is suspect and cannot be reserved: HTTP Error 403: Forbidden; use kubectl"
+    assert out == f"{text} cordon node8\n"
+
+
+def test_pods_may_create_pods_and_report_the_names_of_nodes(manifests: dict[str, Any]) -> None:
+    account = manifests["ServiceAccount"]["metadata"]["name"]
+    assert manifests["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == account
+    binding = manifests["RoleBinding"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert binding["roleRef"]["name"] == manifests["Role"]["metadata"]["name"]
+    assert manifests["Role"]["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
+    ]
+    only = container(manifests)
+    sources = {entry["name"]: entry.get("valueFrom") for entry in only["env"]}
+    assert sources[HOST] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    (mount,) = [each for each in only["volumeMounts"] if each["name"] == "launch"]
+    folders = {entry["name"]: entry.get("value") for entry in only["env"]}
+    assert folders["LAUNCH_FOLDER"] == mount["mountPath"]
 
 
 def test_terminated_pod_lets_its_ranks_save(pod: Path, manifests: dict[str, Any]) -> None:

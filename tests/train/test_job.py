@@ -1,9 +1,12 @@
 """A rank joins the others only when the run fits them and all were started alike, and leaves in
 order."""
 
+import io
+import logging
 import os
 import re
 import socket
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -94,6 +97,23 @@ def test_ranks_with_other_settings_are_rejected_with_the_difference() -> None:
             "On every rank, use the same command and files."
         )
     )
+
+
+def warn(rank: int, world: int) -> str:
+    """Return what a rank prints of its warnings, one of which all ranks have."""
+    printed = io.StringIO()
+    with redirect_stderr(printed), join_job(tiny_run(), reported_to(rank, world)):
+        dist.barrier()  # one of them may have needed longer to join
+        logging.getLogger("megalith.data").warning("short split")
+        logging.getLogger("megalith.data").warning("slow disk of machine %d", rank)
+    return printed.getvalue()
+
+
+def test_equal_warnings_of_ranks_are_printed_once_with_the_ranks() -> None:
+    printed, nothing = run_ranks(warn, 2)
+    own = ["ranks 0-1: short split", "slow disk of machine 0", "rank 1: slow disk of machine 1"]
+    assert sorted(printed.splitlines()) == sorted(own)
+    assert nothing == ""
 
 
 def fails(rank: int, world: int) -> None:

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,17 +37,22 @@ from megalith.launch.rounds import (
     decode_message,
     encode_message,
 )
+from megalith.observe import health_check
+from megalith.observe.health_check import CheckSizes
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import build_mesh
+from megalith.plan.device_health import DeviceHealth
 from megalith.plan.grid import model_grid
 from megalith.testing import inject
 from megalith.testing.ranks import run_ranks, world_group
-from megalith.testing.tiny import tiny_yaml
+from megalith.testing.tiny import tiny_run, tiny_yaml
 from megalith.train import restart
+from megalith.train.callbacks.base import Outcome
+from megalith.train.callbacks.fault_detection import read_suspect_exits
 from megalith.train.callbacks.health_check import HealthCheck
 from megalith.train.loop import run_training
-from megalith.train.restart import is_recoverable, train_in_rounds
+from megalith.train.restart import RestartHealthCheck, is_recoverable, train_in_rounds
 from megalith.train.run_folder import RunFolder
 
 FIELDS = "step", "loss", "grad_norm", "lr", "tokens", "eval_loss"
@@ -141,11 +147,21 @@ def train_with_faults(
     ):
         heartbeat = RankHeartbeat()
         train = partial(_train_round, run, folder, (), client, heartbeat)
-        outcome = train_in_rounds(client, train, heartbeat)
+
+        def find_device_errors() -> Sequence[str]:
+            # the groups of the last round are gone, and those of the next one are not built yet
+            assert not dist.is_initialized()
+            checked_rounds.append(-client.round.number)
+            return ()
+
+        outcome = train_in_rounds(client, train, heartbeat, find_device_errors)
     assert outcome.kind == "done"
     assert client.round.number == num_faults
     if run.fault_detector.health_check_every is not None:
-        assert checked_rounds == [*range(num_faults + 1)], "before the first step of each round"
+        expected = [0]  # before the first step of a round, and after it, if it ended by a fault
+        for number in range(num_faults):
+            expected += [-number, number + 1]
+        assert checked_rounds == expected
     del store
     return counts
 
@@ -323,12 +339,87 @@ def test_stopped_rank_is_killed_and_replaced_in_place(tmp_path: Path) -> None:
         "train.steps": "4",
         "restart.max_in_place": "1",
         "parallel.heartbeat_timeout_seconds": "20",
+        "fault_detector.health_check_every": "0",
         "checkpoint.local.replication_factor": "1",
     }
     errors = train_by_command(tmp_path, settings, [[("step", 3, 0, "SIGSTOP")]], nproc=2)
     assert "rank 0: has made no progress for 20." in errors
     kept = "restart 1 in place: 1 of 2 ranks keep their processes"
     assert f"{kept}, ranks [0] are replaced" in errors
+
+
+class _StubClient:
+    """A client whose rank leaves a round and must not join another."""
+
+    round, is_aborted = Round(3, 1, 2), False
+
+    def leave(self, failure: object) -> Round:
+        """Fail the test."""
+        raise AssertionError("the rank has joined another round")
+
+
+def _fail_to_read() -> Outcome:
+    raise OSError("Input/output error")
+
+
+def test_rank_whose_device_fails_the_health_check_joins_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    monkeypatch.setattr(health_check, "CPU_SIZES", CheckSizes(32, 1024, 1024))
+    run = tiny_run({"train.threads": str(torch.get_num_threads())})
+    check = RestartHealthCheck(run, tmp_path, environment)
+    assert check.find_errors() == [] and not (tmp_path / "suspects.jsonl").exists()
+
+    measure = restart.check_device
+
+    def flip_bits(*arguments: Any) -> DeviceHealth:
+        health = measure(*arguments)
+        bits = {name: each ^ 1 for name, each in health.bits.items()}
+        return replace(health, bits=bits, errors=("memory pattern 0xaa: 1 of 8 bytes changed",))
+
+    monkeypatch.setattr(restart, "check_device", flip_bits)
+    client: Any = _StubClient()
+    reason = (
+        "memory pattern 0xaa: 1 of 8 bytes changed; "
+        "matmul float32 has different bits than at the start of the process"
+    )
+    with pytest.raises(RankError) as caught:
+        train_in_rounds(client, _fail_to_read, RankHeartbeat(), check.find_errors)
+    assert str(caught.value) == (
+        f"rank 1 does not join round 4: its device fails the health check ({reason}). "
+        "It left round 3 because of: OSError: Input/output error"
+    )
+    (record,) = map(json.loads, (tmp_path / "suspects.jsonl").read_text().splitlines())
+    shown = {name: record[name] for name in ("kind", "rank", "host", "reason", "exits")}
+    assert shown == {
+        "kind": "health_check",
+        "rank": 1,
+        "host": socket.gethostname(),
+        "reason": reason,
+        "exits": False,
+    }
+    assert read_suspect_exits(tmp_path) == ()
+
+
+def test_device_that_raises_an_error_fails_the_health_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = RestartHealthCheck(tiny_run(), tmp_path, {})
+
+    def fail(*arguments: Any) -> DeviceHealth:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(restart, "check_device", fail)
+    text = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert check.find_errors() == [text]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import platform
 import re
+import sys
 import time
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +155,59 @@ def test_ranks_with_more_rows_than_others_are_no_stragglers(
         detector._step_seconds = [3.0]
         detector._compare(finished)  # type: ignore[arg-type]  # what a report needs of it
     assert len(lines) == (num_rows == (1, 1))
+
+
+class NvmlError(Exception):
+    """An error of the stand-in for nvidia-ml-py."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for nvidia-ml-py, with a GPU that provides nothing yet."""
+    module: Any = types.ModuleType("pynvml")
+    module.__spec__ = ModuleSpec("pynvml", None)
+    module.NVMLError = NvmlError
+    module.NVML_NVLINK_MAX_LINKS = 18
+    module.NVML_NVLINK_ERROR_DL_REPLAY, module.NVML_NVLINK_ERROR_DL_RECOVERY = 0, 1
+    module.NVML_NVLINK_ERROR_DL_CRC_FLIT = 2
+    module.nvmlInit = lambda: None
+    module.nvmlDeviceGetHandleByUUID = {b"GPU-1234": "device"}.__getitem__
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    properties = lambda device: SimpleNamespace(uuid="1234")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    return module
+
+
+def add_nvlinks(nvml: Any, states: list[int], error: int = 2) -> None:
+    """Add links with these states; of others NVML raises an error."""
+
+    def read_state(handle: str, link: int) -> int:
+        if link >= len(states):
+            raise NvmlError(error)
+        return states[link]
+
+    nvml.nvmlDeviceGetNvLinkState = read_state
+    counts = {0: 2, 1: 1, 2: 30}
+    nvml.nvmlDeviceGetNvLinkErrorCounter = lambda handle, link, kind: counts[kind] + link
+
+
+def test_gpu_of_a_straggler_is_described_with_pcie_and_nvlink_errors(nvml: Any) -> None:
+    nvml.nvmlDeviceGetTemperature = lambda handle, sensor: 81
+    nvml.nvmlDeviceGetPcieReplayCounter = lambda handle: 7
+    add_nvlinks(nvml, [1, 0, 1])  # link 1 is not active; the GPU has fewer links than NVML allows
+    gpu: Any = SimpleNamespace(type="cuda")
+    counts = "7 PCIe replays, 6 NVLink replays, 4 NVLink recoveries, 62 NVLink CRC errors"
+    assert stragglers.describe_device(gpu).endswith(f" (81 degrees C, {counts})")
+
+
+def test_counters_that_a_gpu_does_not_provide_are_omitted(nvml: Any) -> None:
+    gpu: Any = SimpleNamespace(type="cuda")
+    assert " (" not in stragglers.describe_device(gpu)
+    add_nvlinks(nvml, [0, 0])  # no active link: 0 errors would be a guess
+    assert "NVLink" not in stragglers.describe_device(gpu)
+    add_nvlinks(nvml, [1, 1], error=15)  # the GPU is lost: a part of the links is no count
+    nvml.nvmlDeviceGetPcieReplayCounter = lambda handle: 0
+    assert stragglers.describe_device(gpu).endswith(" (0 PCIe replays)")

@@ -3,7 +3,6 @@ the step, the actions, and the machines that are suspect (`suspects.jsonl`)."""
 
 import json
 import math
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from megalith.checkpoint.manifest import list_complete_checkpoints
 from megalith.config.fault_detection import FaultAction
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError, DivergenceError
+from megalith.observe.limits import read_host_name
 from megalith.optim.clip import first_replica_gradients
 from megalith.optim.loss_scale import LossScale
 from megalith.optim.schedule import schedule_lengths
@@ -122,9 +122,9 @@ def find_suspect_start(run: RunView) -> int | None:
 def describe_machine(device: torch.device) -> tuple[str, str]:
     """Return the host and the device of this rank."""
     if device.type == "cpu":
-        return socket.gethostname(), device.type
+        return read_host_name(), device.type
     name = torch.cuda.get_device_name(device)
-    return socket.gethostname(), f"{device.type}:{device.index or 0} {name}"
+    return read_host_name(), f"{device.type}:{device.index or 0} {name}"
 
 
 def is_deterministic(device: torch.device) -> bool:

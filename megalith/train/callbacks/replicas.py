@@ -2,7 +2,6 @@
 at the start and every fault_detector.replica_check_every steps; attribution and repair of a replica
 that differs."""
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import CheckpointError
+from megalith.observe.limits import read_host_name
 from megalith.optim.ema import EMA
 from megalith.optim.slots import MASTER, OptimizerSlot
 from megalith.parallel.grad_sync import byte_checksum, byte_checksums
@@ -144,7 +144,7 @@ class ReplicaCheck(Callback):
 
     def _report(self, step: int, attributions: Sequence["_Attribution"]) -> None:
         """Log the tensors that differ, with the faulty ranks and their hosts. Collective."""
-        hosts = gather_objects(socket.gethostname(), self._run.mesh.world)
+        hosts = gather_objects(read_host_name(), self._run.mesh.world)
         for attribution in attributions[:MAX_REPORTED]:
             self._run.log(f"step {step}: {attribution.describe(hosts)}")
         if (num_more := len(attributions) - MAX_REPORTED) > 0:

@@ -1,6 +1,5 @@
 """Reports ranks that compute slower than ranks with the same work, or slower than before."""
 
-import platform
 import statistics
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from megalith.data.loader import StepBatches
 from megalith.launch.watchdog import name_rank
 from megalith.observe.busy import WAITING, BusyMeter
 from megalith.observe.energy import describe_gpu_health
+from megalith.observe.limits import read_host_name
 from megalith.parallel.group import gather_objects
 from megalith.plan.stragglers import (
     Straggler,
@@ -149,4 +149,4 @@ class StragglerDetector(Callback):
 def describe_device(device: torch.device) -> str:
     """Return host and device, with the state of a GPU where NVML provides it."""
     health = "" if device.type == "cpu" else describe_gpu_health(device)
-    return f"{platform.node()}, {device}{f' ({health})' if health else ''}"
+    return f"{read_host_name()}, {device}{f' ({health})' if health else ''}"
