@@ -378,7 +378,7 @@ def test_rank_whose_device_fails_the_health_check_joins_no_round(
     check = RestartHealthCheck(run, tmp_path, environment)
     assert check.find_errors() == [] and not (tmp_path / "suspects.jsonl").exists()
 
-    measure = restart.check_device
+    measure = health_check.check_device
 
     def flip_bits(*arguments: Any) -> DeviceHealth:
         health = measure(*arguments)
