@@ -62,6 +62,7 @@ class Soap:
             for side in _rotated_sides(states):
                 states[f"basis_{side}"].copy_(_compute_eigenbasis(states[f"factor_{side}"]))
             return torch.zeros_like(matrices)
+        _initialize_missing_bases(states)
         directions = self._compute_adam(matrices, states, updates - 1)
         self._update_factors(matrices, states, has_bases=True)
         if (updates - 1) % self.config.precondition_frequency == 0:
@@ -106,8 +107,10 @@ class Soap:
             x = gradients if side == LEFT else gradients.mT
             if weighted and f"factor_{other}" in states:
                 x = x @ states[f"basis_{other}"]
-                eigenvalues = _estimate_eigenvalues(states, other)
-                products[side] = (x / (eigenvalues * x.shape[-1]).unsqueeze(-2)) @ x.mT
+                scales = _estimate_eigenvalues(states, other) * x.shape[-1]
+                # a factor of zero, of gradients that were all zero, weights nothing
+                scales.masked_fill_(scales == 0, 1.0)
+                products[side] = (x / scales.unsqueeze(-2)) @ x.mT
             else:
                 products[side] = x @ x.mT
         for side, product in products.items():
@@ -137,6 +140,15 @@ def _rotated_sides(states: Mapping[str, Tensor]) -> list[str]:
     return [side for side in (LEFT, RIGHT) if f"basis_{side}" in states]
 
 
+def _initialize_missing_bases(states: Mapping[str, Tensor]) -> None:
+    """Set bases of zero to the identity, which a refresh replaces: matrices whose states were
+    missing in the checkpoint of a later update have no first update."""
+    for side in _rotated_sides(states):
+        basis = states[f"basis_{side}"]
+        is_missing = basis[..., 0].abs().sum(-1, keepdim=True) == 0
+        basis.diagonal(dim1=-2, dim2=-1).add_(is_missing)
+
+
 def _compute_eigenbasis(factors: Tensor) -> Tensor:
     """Return the eigenvectors [b, n, n] of symmetric matrices, largest eigenvalue first."""
     eigenvectors: Tensor = torch.linalg.eigh(factors).eigenvectors
@@ -145,11 +157,10 @@ def _compute_eigenbasis(factors: Tensor) -> Tensor:
 
 def _estimate_eigenvalues(states: Mapping[str, Tensor], side: str) -> Tensor:
     """Return the diagonal [b, n] of Q^T F Q, at least the largest entry times the resolution of
-    the dtype: averages of few gradients have no full rank."""
+    the dtype: averages of few gradients have no full rank. Zero if F is zero."""
     factor, basis = states[f"factor_{side}"], states[f"basis_{side}"]
     eigenvalues = (basis * (factor @ basis)).sum(-2)
-    info = torch.finfo(eigenvalues.dtype)
-    smallest = (eigenvalues.amax(-1, keepdim=True) * info.eps).clamp(min=info.tiny)
+    smallest = eigenvalues.amax(-1, keepdim=True) * torch.finfo(eigenvalues.dtype).eps
     return torch.maximum(eigenvalues, smallest)
 
 

@@ -329,6 +329,28 @@ def test_soap_changes_no_weight_in_its_first_update_and_accepts_zero_gradients()
     assert bool(ours.weights[0].isfinite().all())
 
 
+@loop_over("kl", [False, True])
+def test_soap_continues_without_states(kl: bool) -> None:
+    # as after a checkpoint without them, or first updates without gradients (an expert without
+    # tokens): bases or factors are zero
+    for num_zeros, factor in ((0, 1.0), (2, 1.0), (12, 1e3)):
+        rule = Soap(OptimConfig(soap=SoapConfig(kl=kl, precondition_frequency=3)))
+        ours = WholeMatrices(rule, [torch.zeros(6, 5)], batched=True)
+        ours.updates = 7 if num_zeros == 0 else 0
+        for _ in range(num_zeros):
+            ours.step([torch.zeros(6, 5)], lr=0.1)
+        before = 0.0
+        for step in range(8):
+            ours.step([factor * draw([(6, 5)], step, torch.float32)[0]], lr=0.1)
+            weights = ours.weights[0]
+            assert weights.isfinite().all() and weights.norm() != before
+            before = float(weights.norm())
+        assert all(state.isfinite().all() for state in ours.states[0].values())
+        basis = ours.states[0]["basis_left"][0]
+        assert torch.allclose(basis.T @ basis, torch.eye(6), atol=1e-5)
+        assert weights.abs().max() < 5
+
+
 # --- Lion
 
 
