@@ -265,7 +265,8 @@ class OptimConfig:
 
     grad_norm_skip_threshold: Annotated[float | None, Gt(0), Le(1e30), Example(100.0)] = None
     """Gradient norm above which a step is skipped: weights and optimizer state do not change, and
-    the step is counted as skipped. Unset: none."""
+    the step is counted as skipped. The norm is that of clipping: with muon.clip_grad=false,
+    gradients of Muon's matrices do not count. Unset: none."""
 
     nonfinite_grad: Literal["skip", "raise"] = "skip"
     """Handling of a NaN or infinite gradient norm. skip: skip the update and count the step;

@@ -37,7 +37,7 @@ from megalith.plan.transfer import box_numel, relative_box
 
 
 class HeldParameterSlot(NamedTuple):
-    """What the ranks of a stage tell each other about a slot."""
+    """Description of a slot that its rank sends to the other ranks of the stage."""
 
     shape: tuple[int, ...]
     inputs: int
