@@ -7,7 +7,7 @@ from megalith.estimate.workload import Workload
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.plan.layers.base import HeldParameter, tensor_part
 from megalith.plan.state_encodings import block_alignment
-from megalith.plan.update_rules import is_feature_matrix
+from megalith.plan.update_rules import is_hidden_matrix
 
 
 def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> BucketPlan:
@@ -19,7 +19,7 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
     """
     run, divided = workload.run, divides(workload)
     aligns = divided and run.parallel.bucket_alignment == "matrices"
-    aligned = [aligns and is_feature_matrix(one.name, int(one.matrix)) for one in parameters]
+    aligned = [aligns and is_hidden_matrix(one.name, int(one.matrix)) for one in parameters]
     kinds = [
         (one.grid, _kind(workload, one) if divided else "", is_aligned)
         for one, is_aligned in zip(parameters, aligned, strict=True)

@@ -56,7 +56,7 @@ from megalith.plan.buckets import (
 )
 from megalith.plan.shards import Shard
 from megalith.plan.state_encodings import BUCKET_ALIGNMENT
-from megalith.plan.update_rules import is_feature_matrix
+from megalith.plan.update_rules import is_hidden_matrix
 
 SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
 REPLICAS_OVER = {"dense": ("dp_replica",), "expert": ("edp_replica",)}
@@ -530,7 +530,7 @@ class BucketedDataParallel:
 
     def _is_aligned(self, shard: Shard) -> bool:
         """Return whether slices may not end inside this parameter."""
-        return self._aligns_matrices and is_feature_matrix(shard.name, shard.inputs)
+        return self._aligns_matrices and is_hidden_matrix(shard.name, shard.inputs)
 
     def _division(self, index: int) -> ShardGroups:
         """Return the groups of a bucket."""

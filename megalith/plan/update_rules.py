@@ -34,7 +34,7 @@ ADAPTERS = (".lora_a", ".lora_b")
 def rule_of(name: str, inputs: int, optim: OptimConfig) -> str:
     """Return the update rule of a parameter with `inputs` input dims.
 
-    The `kind` of a group comes first. optim.kind applies to matrices between features, and
+    The `kind` of a group comes first. optim.kind applies to hidden weight matrices, and
     optim.scalar_optimizer to all other parameters.
 
     >>> muon = OptimConfig(kind="muon")
@@ -45,20 +45,20 @@ def rule_of(name: str, inputs: int, optim: OptimConfig) -> str:
         if group.kind is not None and matches_any_pattern(name, group.match):
             return group.kind
     main = optim.kind if optim.plugin is None else PLUGIN_RULE
-    if is_feature_matrix(name, inputs):
+    if is_hidden_matrix(name, inputs):
         return main
     return optim.scalar_optimizer or ("adamw" if main in PER_MATRIX_RULES else main)
 
 
-def is_feature_matrix(name: str, inputs: int) -> bool:
-    """Return whether a parameter is a matrix between features: no vector, embedding table, output
+def is_hidden_matrix(name: str, inputs: int) -> bool:
+    """Return whether a parameter is a hidden weight matrix: no vector, embedding table, output
     head, router or adapter."""
     return inputs > 0 and not describe_scalar_parameter(name, inputs)
 
 
 def describe_scalar_parameter(name: str, inputs: int) -> str:
-    """Describe a parameter to which optim.scalar_optimizer applies; empty for a matrix between
-    features.
+    """Describe a parameter to which optim.scalar_optimizer applies; empty for a hidden
+    weight matrix.
 
     >>> [describe_scalar_parameter(name, 1) for name in ("embed.weight", "layers.0.attention.o")]
     ['an embedding table', '']
@@ -96,7 +96,7 @@ def find_rule_setting(name: str, inputs: int, optim: OptimConfig) -> str:
     for group in optim.groups:
         if group.kind is not None and matches_any_pattern(name, group.match):
             return f"optim.groups[{group.name}].kind"
-    is_scalar = not is_feature_matrix(name, inputs)
+    is_scalar = not is_hidden_matrix(name, inputs)
     if is_scalar and (optim.scalar_optimizer is not None or optim.kind in PER_MATRIX_RULES):
         return "optim.scalar_optimizer"
     return "optim.kind" if optim.plugin is None else "optim.plugin"
@@ -133,7 +133,7 @@ def _per_matrix_group_problems(
         scalar = optim.scalar_optimizer or "adamw"
         yield (
             f"optim.groups[{group.name}].kind={group.kind}: {one.name} is {text}, and "
-            f"{group.kind} applies to matrices between features only. Use patterns in "
+            f"{group.kind} applies to hidden weight matrices only. Use patterns in "
             f"optim.groups[{group.name}].match that leave it out, so that optim.scalar_optimizer "
             f"({scalar}) updates it, or set optim.groups[{group.name}].kind to one of "
             f"{', '.join(ELEMENTWISE_RULES)}."
@@ -179,11 +179,11 @@ def _unused_rule_problems(
             f"belong to groups with another kind. Set optim.kind=adamw, or train a matrix."
         )
     if optim.scalar_optimizer is not None and not any(
-        not is_feature_matrix(one.name, int(one.matrix)) for one in trained
+        not is_hidden_matrix(one.name, int(one.matrix)) for one in trained
     ):
         yield (
             f"optim.scalar_optimizer={optim.scalar_optimizer} updates no parameter: all trained "
-            "parameters are matrices between features. Remove optim.scalar_optimizer."
+            "parameters are hidden weight matrices. Remove optim.scalar_optimizer."
         )
     for rule in ("lion", *PER_MATRIX_RULES):
         settings = getattr(optim, rule)

@@ -32,7 +32,7 @@ from megalith.parallel.mesh import build_mesh, build_meta_mesh
 from megalith.plan.assigned_ranks import AssignedRanksPlan
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import ExpertPart
-from megalith.plan.update_rules import is_feature_matrix
+from megalith.plan.update_rules import is_hidden_matrix
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.train.trainer import build_trainer
@@ -65,7 +65,7 @@ def test_shapes_and_boxes_are_those_of_the_models_shards(words: str) -> None:
             experts = ExpertPart(experts.ep, experts.etp, at["etp"])
         local = {one.name: one for one in workload.parameters(at["pp"], at["tp"], experts=experts)}
         for one in list_whole_parameters(workload, at["pp"]):
-            if not is_feature_matrix(one.name, int(one.matrix)):
+            if not is_hidden_matrix(one.name, int(one.matrix)):
                 continue
             shard = shards[one.name]
             shape, inputs = parameter_shape(model, one)

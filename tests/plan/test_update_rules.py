@@ -43,7 +43,7 @@ def problems(optim: OptimConfig, model: ModelConfig = PLAIN) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", PER_MATRIX_RULES)
-def test_per_matrix_rules_update_matrices_between_features(kind: str) -> None:
+def test_per_matrix_rules_update_hidden_weight_matrices(kind: str) -> None:
     optim = OptimConfig(kind=kind)  # type: ignore[arg-type]  # one of its values
     of = rules(optim, replace(BIASED_CHOICE, tied_embeddings=False))
     scalars = ("embed.weight", "head.weight", "norm.weight")
@@ -87,8 +87,8 @@ def test_group_with_per_matrix_rule_on_other_parameters_is_rejected(match: str, 
     group = GroupConfig(name="all", match=("*.mlp.down", match), kind="muon")
     (text,) = problems(OptimConfig(groups=(group,)))
     assert text == (
-        f"optim.groups[all].kind=muon: {match} is {what}, and muon applies to matrices between "
-        "features only. Use patterns in optim.groups[all].match that leave it out, so that "
+        f"optim.groups[all].kind=muon: {match} is {what}, and muon applies to hidden weight "
+        "matrices only. Use patterns in optim.groups[all].match that leave it out, so that "
         "optim.scalar_optimizer (adamw) updates it, or set optim.groups[all].kind to one of adamw, "
         "sgd, lion."
     )
@@ -115,7 +115,7 @@ def test_group_with_per_matrix_rule_on_other_parameters_is_rejected(match: str, 
         ),
         (
             OptimConfig(scalar_optimizer="lion", trained=("*.down",)),
-            "optim.scalar_optimizer=lion updates no parameter: all trained parameters are matrices",
+            "optim.scalar_optimizer=lion updates no parameter: all trained parameters are hidden",
         ),
         (
             replace(MUON, muon=MuonConfig(coefficients=())),
