@@ -9,7 +9,8 @@ Products and sums are rounded as in torch's fused kernel, so that results are bi
 does so.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public, but not declared
@@ -31,6 +32,9 @@ from megalith.kernels.cpu_numba import (
     wide,
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def _emit_fma(
     typing: Any, a: Any, b: Any, c: Any
@@ -44,8 +48,12 @@ def _emit_fma(
 # Any: numba passes other arguments than it declares.
 _fma: Any = intrinsic(_emit_fma)  # a b + c, rounded once
 
-# numba would otherwise compile a function with the fast-math flags of its caller
-_exact: Any = njit(nogil=True, error_model="numpy", fastmath=False)
+
+def _exact(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that loops may call, without fast-math flags."""
+    # an explicit option: numba would otherwise compile it with the flags of its caller
+    result: Callable[P, R] = njit(nogil=True, error_model="numpy", fastmath=False)(function)
+    return result
 
 
 @_exact
@@ -105,8 +113,8 @@ def _update_narrow(
 ) -> None:
     """Update one block of bf16 weights, remainders and bf16 states; x: fp32 scratch memory.
 
-    No loop writes more than two arrays, and the moments are computed twice: with more arrays, the
-    compiler does not vectorize, because it would have to compare too many addresses for overlap.
+    No loop writes more than two arrays, and the moments are computed twice, because LLVM vectorizes
+    only loops with at most eight comparisons of addresses for overlap (its default).
     """
     is_coupled, is_near = count(block, 4) != 0, count(block, 5) != 0
     divisor, l2, lerp = number(block, 6), number(block, 7), number(block, 8)

@@ -76,7 +76,12 @@ def _update_compiled(
         return False
     tensors = [
         AdamWTensors(
-            gradient, slot.master, slot.state["exp_avg"], slot.state["exp_avg_sq"], slot.weight
+            gradient,
+            slot.master,
+            slot.state["exp_avg"],
+            slot.state["exp_avg_sq"],
+            # of one dtype: views of the same memory
+            slot.master if slot.weight.dtype == slot.master.dtype else slot.weight,
         )
         for slot, gradient in zip(slots, gradients, strict=True)
     ]
