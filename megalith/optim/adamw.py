@@ -145,7 +145,8 @@ def update_slot(
     """Update one parameter with plain operations: the reference of the fused kernel."""
     mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
     lr, weight_decay, updates = scalars.lr, scalars.weight_decay, scalars.updates
-    gradient = gradient if scalars.scale is None else gradient * scalars.scale
+    if scalars.scale is not None:
+        gradient.mul_(scalars.scale)  # in place, as the fused kernel does
     if config.decoupled_weight_decay:
         slot.master.mul_(1 - lr * weight_decay)
     else:
