@@ -35,6 +35,7 @@ Op = Literal[
     "attention",
     "experts",
     "cross_entropy",
+    "optimizer",
     "matmul",
     "small_batch_matmul",
 ]
@@ -91,6 +92,11 @@ class KernelsConfig:
 
     cross_entropy: FusedBackendSetting = "auto"
     """Backend of softmax cross-entropy and its gradient: numba (CPUs), triton (NVIDIA GPUs)."""
+
+    optimizer: Literal["auto", "torch", "reference", "numba"] = "auto"
+    """Backend of AdamW's update: numba (CPUs), one loop that also rounds the weights, bitwise equal
+    to torch's fused kernel where its vector code runs; torch: the fused kernel. auto: numba for
+    2^20 elements or more."""
 
     matmul: Literal["auto", "torch", "reference", "upcast"] = "auto"
     """Backend of bf16 matmuls on CPUs, including those of attention and experts. upcast: fp32

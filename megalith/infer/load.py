@@ -337,7 +337,7 @@ def kernel_problems(
             device.type,
             unavailable_backends(),
         )
-        if op in ("dropout", "cross_entropy"):
+        if op in ("dropout", "cross_entropy", "optimizer"):
             reason = "only training uses it"
         elif op == "attention" and backend not in ("paged", "triton"):
             reason = "the keys and values are in a paged KV cache, which it does not read"

@@ -6,56 +6,137 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megalith.config.kernels import BackendName
 from megalith.config.optim import OptimConfig
+from megalith.kernels.adamw import (
+    MIN_AUTO_NUMEL,
+    AdamWScalars,
+    AdamWTensors,
+    supports_adamw,
+    update_adamw,
+)
+from megalith.kernels.backend import raise_unsupported
 from megalith.optim.rules import UpdateScalars
-from megalith.optim.slots import OptimizerSlot
+from megalith.optim.slots import OptimizerSlot, round_master_weights
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
 
 
 class AdamW:
-    """AdamW update rule, with the fused kernel where torch has it.
+    """AdamW update rule: one compiled loop on CPUs, or torch's fused kernel where torch has it.
 
     Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014,
     arXiv:1412.6980.
     """
 
     roles: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    rounds_weights = True
 
-    def __init__(self, config: OptimConfig) -> None:
+    def __init__(self, config: OptimConfig, backend: BackendName = "auto") -> None:
+        """`backend`: `kernels.optimizer`."""
         self.config = config
+        self.backend: BackendName = backend
 
     def update(
         self, slots: Sequence[OptimizerSlot], gradients: list[Tensor], scalars: UpdateScalars
     ) -> None:
-        """Update the weights of slots with equal scalars."""
-        c, scale = replace(self.config, eps=self.config.eps * scalars.eps_factor), scalars.scale
-        if not HAS_FUSED:
-            for slot, gradient in zip(slots, gradients, strict=True):
-                update_slot(slot, gradient, c, scalars)
+        """Update the weights of slots with equal scalars, and round the master weights.
+
+        Raises:
+            ConfigError: kernels.optimizer=numba does not support the tensors.
+        """
+        config = replace(self.config, eps=self.config.eps * scalars.eps_factor)
+        if self.backend in ("auto", "numba") and _update_compiled(
+            slots, gradients, config, scalars, must_run=self.backend == "numba"
+        ):
             return
-        if scale is not None and gradients[0].dtype == torch.float64:
-            # the fused kernel takes its scale in fp32
-            torch._foreach_mul_(gradients, scale)
-            scale = None
-        step = torch.full((), scalars.updates, dtype=torch.float32, device=slots[0].master.device)
-        fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
-        fused(
-            [slot.master for slot in slots],
-            gradients,
-            [slot.state["exp_avg"] for slot in slots],
-            [slot.state["exp_avg_sq"] for slot in slots],
-            [],
-            [step] * len(slots),
-            lr=scalars.lr,
-            beta1=c.beta1,
-            beta2=c.beta2,
-            weight_decay=scalars.weight_decay,
-            eps=c.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None if scale is None else scale.float().reciprocal(),
+        if self.backend == "reference" or not HAS_FUSED:
+            for slot, gradient in zip(slots, gradients, strict=True):
+                update_slot(slot, gradient, config, scalars)
+        else:
+            _update_fused(slots, gradients, config, scalars)
+        round_master_weights(slots)
+
+
+def _update_compiled(
+    slots: Sequence[OptimizerSlot],
+    gradients: Sequence[Tensor],
+    config: OptimConfig,
+    scalars: UpdateScalars,
+    *,
+    must_run: bool,
+) -> bool:
+    """Update and round all weights with the compiled loop, unless it does not support them; return
+    True if it does. With `must_run`, also where torch is faster.
+
+    Raises:
+        ConfigError: `must_run` is set, and the loop does not support the tensors.
+    """
+    if not must_run and sum(gradient.numel() for gradient in gradients) < MIN_AUTO_NUMEL:
+        return False
+    tensors = [
+        AdamWTensors(
+            gradient,
+            slot.master,
+            slot.state["exp_avg"],
+            slot.state["exp_avg_sq"],
+            # of one dtype: views of the same memory
+            slot.master if slot.weight.dtype == slot.master.dtype else slot.weight,
         )
+        for slot, gradient in zip(slots, gradients, strict=True)
+    ]
+    if not supports_adamw(tensors):
+        if must_run and tensors:
+            unsupported = next(one for one in tensors if not supports_adamw([one]))
+            raise_unsupported("optimizer", "numba", unsupported.master)
+        return False
+    divisor = 1.0 if scalars.scale is None else float(scalars.scale.float().reciprocal())
+    update_adamw(
+        tensors,
+        AdamWScalars(
+            lr=scalars.lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=scalars.weight_decay,
+            updates=scalars.updates,
+            gradient_divisor=divisor,
+            decoupled=config.decoupled_weight_decay,
+        ),
+    )
+    return True
+
+
+def _update_fused(
+    slots: Sequence[OptimizerSlot],
+    gradients: list[Tensor],
+    config: OptimConfig,
+    scalars: UpdateScalars,
+) -> None:
+    """Update the master weights with torch's fused kernel."""
+    scale = scalars.scale
+    if scale is not None and gradients[0].dtype == torch.float64:
+        # the fused kernel takes its scale in fp32
+        torch._foreach_mul_(gradients, scale)
+        scale = None
+    step = torch.full((), scalars.updates, dtype=torch.float32, device=slots[0].master.device)
+    fused = torch._fused_adamw_ if config.decoupled_weight_decay else torch._fused_adam_
+    fused(
+        [slot.master for slot in slots],
+        gradients,
+        [slot.state["exp_avg"] for slot in slots],
+        [slot.state["exp_avg_sq"] for slot in slots],
+        [],
+        [step] * len(slots),
+        lr=scalars.lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        weight_decay=scalars.weight_decay,
+        eps=config.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if scale is None else scale.float().reciprocal(),
+    )
 
 
 def update_slot(
@@ -64,7 +145,8 @@ def update_slot(
     """Update one parameter with plain operations: the reference of the fused kernel."""
     mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
     lr, weight_decay, updates = scalars.lr, scalars.weight_decay, scalars.updates
-    gradient = gradient if scalars.scale is None else gradient * scalars.scale
+    if scalars.scale is not None:
+        gradient.mul_(scalars.scale)  # in place, as the fused kernel does
     if config.decoupled_weight_decay:
         slot.master.mul_(1 - lr * weight_decay)
     else:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megalith.config.fields import range_problems
+from megalith.config.kernels import BackendName
 from megalith.config.optim import OptimConfig, OptimizerStatesConfig
 from megalith.config.plugins import load_plugin
 from megalith.config.tree import build_section
@@ -15,7 +16,14 @@ from megalith.optim.adafactor import Adafactor
 from megalith.optim.adamw import AdamW
 from megalith.optim.lion import Lion
 from megalith.optim.muon import Muon
-from megalith.optim.rules import ElementwiseRule, MatrixRule, SummedRule, UpdateRule, UpdateScalars
+from megalith.optim.rules import (
+    ElementwiseRule,
+    MatrixRule,
+    RoundingRule,
+    SummedRule,
+    UpdateRule,
+    UpdateScalars,
+)
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.sgd import SGD
 from megalith.optim.slots import (
@@ -47,15 +55,18 @@ RULES: Mapping[str, BuildRule] = {
 """Built-in update rules by the name in `optim.kind`."""
 
 
-def build_rule(name: str, config: OptimConfig) -> UpdateRule:
+def build_rule(name: str, config: OptimConfig, backend: BackendName = "auto") -> UpdateRule:
     """Build the update rule of this name, or that of optim.plugin.
+
+    `backend`: that of AdamW, `kernels.optimizer`.
 
     Raises:
         ConfigError: the class of the plug-in is not an update rule.
     """
     if name == PLUGIN_RULE:
         return _build_plugin_rule(config)
-    return RULES[name](config)
+    build = RULES[name]
+    return AdamW(config, backend) if build is AdamW else build(config)
 
 
 def _build_plugin_rule(config: OptimConfig) -> UpdateRule:
@@ -138,11 +149,14 @@ class RuleOptimizer:
         *,
         states: OptimizerStatesConfig = FP32_STATES,
         seed: int = 0,
+        backend: BackendName = "auto",
     ) -> None:
         """`rates`: rule and factors of each parameter. `build_matrix_updater` is needed for
         per-matrix rules, and is called for each of them on every rank. `states`: formats of master
-        weights and moments; per-matrix rules have fp32 only. `seed`: of stochastic rounding."""
+        weights and moments; per-matrix rules have fp32 only. `seed`: of stochastic rounding.
+        `backend`: that of AdamW, `kernels.optimizer`."""
         self.config = config
+        self._backend: BackendName = backend
         self.updates = 0
         self._seed = seed
         self.rules: dict[str, UpdateRule] = {}
@@ -203,7 +217,9 @@ class RuleOptimizer:
         # collective, so in the same order on every rank; that of `rules` depends on its slots
         for name, updater in self._updaters.items():
             updater.update(parts[name], self.updates)
-        round_master_weights(self.slots)
+        round_master_weights(
+            [slot for slot in self.slots if not _rounds_weights(self.rules[slot.rates.rule])]
+        )
 
     def set_updates(self, updates: int) -> None:
         """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
@@ -219,7 +235,7 @@ class RuleOptimizer:
 
     def _find_rule(self, name: str) -> UpdateRule:
         if name not in self.rules:
-            self.rules[name] = build_rule(name, self.config)
+            self.rules[name] = build_rule(name, self.config, self._backend)
         return self.rules[name]
 
 
@@ -292,6 +308,10 @@ def _update_pieces(
     rule.update(decoded, [piece.gradient for piece in pieces], scalars)
     for piece, slot in zip(pieces, decoded, strict=True):
         piece.encode(slot)
+
+
+def _rounds_weights(rule: UpdateRule) -> bool:
+    return isinstance(rule, RoundingRule) and rule.rounds_weights
 
 
 def is_clipped(slot: OptimizerSlot, config: OptimConfig) -> bool:

@@ -49,6 +49,14 @@ class ElementwiseRule(Protocol):
 
 
 @runtime_checkable
+class RoundingRule(ElementwiseRule, Protocol):
+    """Elementwise rule whose `update` also rounds the master weights into the weights."""
+
+    rounds_weights: bool
+    """Whether it does."""
+
+
+@runtime_checkable
 class MatrixRule(Protocol):
     """Update rule whose direction is computed from whole matrices, such as Muon and SOAP.
 

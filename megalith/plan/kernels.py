@@ -14,6 +14,7 @@ from megalith.config.kernels import (
 )
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
+from megalith.plan.update_rules import uses_adamw
 
 CPU, GPU = "cpu", "cuda"  # lint: allow cuda-literal: names of devices, nothing is put on one
 NARROW = ("fp32", "bf16")
@@ -231,6 +232,11 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
     "cross_entropy": _elementwise_backends(
         BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)
     ),
+    "optimizer": (
+        BackendSpec("numba", CPU, NARROW, "AdamW; automatic from 2^20 elements on"),
+        BackendSpec("torch", None),
+        BackendSpec("reference", None),
+    ),
     "matmul": (
         BackendSpec("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
         BackendSpec("torch", None),
@@ -251,17 +257,20 @@ def find_backend_spec(op: Op, form: BackendName) -> BackendSpec:
     return next(backend for backend in BACKENDS[op] if backend.name == form)
 
 
-UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "matmul", "small_batch_matmul")
+UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "optimizer", "matmul", "small_batch_matmul")
 """Operations that train.compile=true does not compile."""
 
 
-def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]:
-    """Return the operations of a model that have a choice of backends; matmuls only in bf16 on
-    CPUs."""
+def used_ops(
+    model: ModelConfig, *, bf16_on_cpu: bool = False, has_adamw: bool = False
+) -> tuple[Op, ...]:
+    """Return the operations of a run that have a choice of backends; matmuls only in bf16 on CPUs,
+    the optimizer only if parameters are updated by AdamW."""
     absent: dict[Op, bool] = {
         "rope": model.positions != "rope",
         "dropout": not model.dropout.is_enabled(),
         "experts": model.moe is None,
+        "optimizer": not has_adamw,
         "matmul": not bf16_on_cpu,
         "small_batch_matmul": True,  # the inference engine selects it
     }
@@ -339,6 +348,8 @@ def _explain_unused_op(op: Op, run: TrainRun) -> str | None:
     model = run.model
     if op == "small_batch_matmul":
         return "only the inference engine has matmuls of few rows"
+    if op == "optimizer" and not uses_adamw(run.optim):
+        return f"optim.kind={run.optim.kind}: only AdamW has several backends"
     if op == "experts" and model.moe is None:
         return "model.moe=null: there are none"
     if op == "rope" and model.positions != "rope":
@@ -378,7 +389,8 @@ def describe_kernels(
     """
     config, words, reasons = expand_kernel_setting(run.kernels), [], dict[str, list[str]]()
     bf16_on_cpu = device == CPU and run.precision.params == "bf16"
-    for op in used_ops(run.model, bf16_on_cpu=bf16_on_cpu):
+    ops = used_ops(run.model, bf16_on_cpu=bf16_on_cpu, has_adamw=uses_adamw(run.optim))
+    for op in ops:
         backend_name = config.backend_name(op)
         if backend_name == "auto" and op == "matmul":
             chosen, op_reasons = (

@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 
 from megalith.config.lora import LoraConfig
@@ -80,6 +80,17 @@ def list_per_matrix_rules(optim: OptimConfig) -> list[str]:
     named = {optim.kind} if optim.plugin is None else {PLUGIN_RULE}
     named |= {group.kind for group in optim.groups if group.kind is not None}
     return [name for name in (*PER_MATRIX_RULES, PLUGIN_RULE) if name in named]
+
+
+def uses_adamw(optim: OptimConfig) -> bool:
+    """Return whether AdamW is the rule of some parameters.
+
+    >>> uses_adamw(OptimConfig(kind="muon")), uses_adamw(OptimConfig(kind="sgd"))
+    (True, False)
+    """
+    without_groups = replace(optim, groups=())
+    rules = {rule_of("", inputs, without_groups) for inputs in (0, 1)}
+    return "adamw" in rules | {group.kind for group in optim.groups}
 
 
 def list_slice_roles(optim: OptimConfig, rule: str) -> tuple[str, ...]:

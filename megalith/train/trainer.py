@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.checkpoint.format import CheckpointEntry
+from megalith.config.kernels import BackendName, expand_kernel_setting
 from megalith.config.optim import OptimConfig, OptimizerStatesConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
@@ -71,11 +72,15 @@ def build_optimizer(
     *,
     states: OptimizerStatesConfig = FP32_STATES,
     seed: int = 0,
+    backend: BackendName = "auto",
 ) -> Optimizer:
     """Build the optimizer over these shards; `rates`: update rule and factors of each parameter;
     `build_updater`: of rules per matrix, which is collective over a pipeline stage; `states`:
-    formats of master weights and moments; `seed`: of stochastic rounding."""
-    return RuleOptimizer(weights, config, rates, build_updater, states=states, seed=seed)
+    formats of master weights and moments; `seed`: of stochastic rounding; `backend`:
+    `kernels.optimizer`."""
+    return RuleOptimizer(
+        weights, config, rates, build_updater, states=states, seed=seed, backend=backend
+    )
 
 
 # --- model chunks of this rank and their losses
@@ -223,6 +228,7 @@ def build_trainer(
         ),
         states=run.precision.optimizer_states,
         seed=run.seed,
+        backend=expand_kernel_setting(run.kernels).backend_name("optimizer"),
     )
     score_monitor = build_score_monitor(run, optimizer)
     ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)

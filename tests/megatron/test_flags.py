@@ -263,6 +263,7 @@ def test_settings_without_a_megatron_flag_are_listed() -> None:
         "kernels.experts",
         "kernels.matmul",
         "kernels.norm",
+        "kernels.optimizer",
         "lora.alpha",
         "lora.dropout",
         "lora.layers",

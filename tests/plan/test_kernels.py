@@ -98,6 +98,18 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
         "kernels.matmul=upcast: it takes bf16, and precision.params=fp32. Set kernels.m",
     ),
     (
+        {"precision.params": "fp64"},
+        {"optimizer": "numba"},
+        "cpu",
+        "kernels.optimizer=numba: it takes fp32, bf16, and precision.params=fp64. Set kernels.opti",
+    ),
+    (
+        {"optim.kind": "sgd"},
+        {"optimizer": "numba"},
+        "cpu",
+        "kernels.optimizer=numba: optim.kind=sgd: only AdamW has several backends. Set kernels.o",
+    ),
+    (
         {},
         {"experts": "loop"},
         None,
@@ -161,12 +173,12 @@ def test_backend_of_each_operation_is_described_with_reasons_for_fallback() -> N
     summary, reason = describe_kernels(run, "cpu", {})
     assert summary == (
         "kernels (auto): norm=torch, rope=numba, activation=numba, attention=cpu_tiled, sdpa or "
-        "split_kv by document length, cross_entropy=numba"
+        "split_kv by document length, cross_entropy=numba, optimizer=numba"
     )
     assert reason == "kernels: norm does not use numba: model.norm=layer has no Numba kernel"
     lines = describe_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
     assert "rope=torch" in lines[0] and lines[1].startswith(
-        "kernels: norm, rope, activation, cross_entropy do not use numba: it takes fp32"
+        "kernels: norm, rope, activation, cross_entropy, optimizer do not use numba: it takes fp32"
     )
     assert describe_kernels(run_with(all="reference", norm="torch"), "cpu", {})[0].startswith(
         "kernels (reference): norm=torch, rope=reference"
@@ -223,6 +235,9 @@ def test_only_operations_of_the_model_are_described() -> None:
         "cross_entropy",
     )
     assert "rope" not in used_ops(replace(tiny_run().model, positions="none"))
+    assert used_ops(tiny_run().model, has_adamw=True)[-1] == "optimizer"
+    sgd = run_with({"optim.kind": "sgd"})
+    assert "optimizer" not in describe_kernels(sgd, "cpu", {})[0]
 
 
 def test_backend_list_has_every_selectable_backend() -> None:
