@@ -316,8 +316,10 @@ def test_muon_updates_routers_as_in_megatron(tiny: Translate) -> None:
     routers, ends = done.run.optim.groups
     assert (routers.match, routers.kind) == (("*.moe.router",), "muon")
     assert (ends.name, ends.lr) == ("embedding_and_output", 1e-3)
-    assert done.run.parallel.zero == 1
-    assert done.run.parallel.bucket_alignment == "matrices"
+    assert (done.run.parallel.zero, done.run.parallel.bucket_alignment) == (1, "none")
+    dense = tiny("--optimizer dist_muon")
+    assert dense.run is not None
+    assert (dense.run.parallel.zero, dense.run.parallel.bucket_alignment) == (1, "matrices")
 
 
 def test_lion_and_soap_are_translated(tiny: Translate) -> None:
