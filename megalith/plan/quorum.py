@@ -39,8 +39,8 @@ MAX_DIFFERENCES = 20
 
 DISCONNECT_FRACTION = 0.1
 """Part of `timeout_seconds` within which a group whose connection ended may connect again.
-Heuristic: the connection of a killed process ends at once, so its loss is detected early. If
-another group has lost its connection too, its vote is not awaited."""
+Heuristic: the connection of a killed process ends at once, so its loss is detected early. Its
+vote is not awaited if another participant has voted against the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -808,9 +808,15 @@ class QuorumState:
         member = self._find_participant(group)
         if member is None or member.waiting_since is not None:
             return False  # it has joined again instead of voting
-        if member.disconnected_at is not None and self.open_vote.is_rejected:
-            return False  # its connections to the coordinator and to another group have ended
+        if member.disconnected_at is not None and self._can_continue_without(group):
+            return False
         return member.is_live(now, self.limits)
+
+    def _can_continue_without(self, group: str) -> bool:
+        """Return whether the step is rejected and the other participants are enough for an epoch:
+        then the vote of a group whose connection has ended changes nothing."""
+        others = len(self.admitted) - (group in self.admitted)
+        return self.open_vote.is_rejected and others >= self.limits.min_groups
 
     def _ready_groups(self, now: float) -> list[str]:
         """Return the connected groups whose join request waits."""

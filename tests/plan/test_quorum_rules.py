@@ -125,6 +125,15 @@ def test_rejected_step_does_not_wait_for_groups_whose_connections_have_ended() -
     assert joined.epoch.participants == ("a", "b", "c")
 
 
+def test_rejected_step_waits_for_a_group_without_which_no_epoch_can_begin() -> None:
+    state = start_groups("ab", BOTH)
+    state.record_disconnect("b", 2, 5)
+    assert state.vote(sender("a", 2), ballot(1, 1, ok=False), 5.01) == []
+    answer = answers(state.join(sender("b", 1, incarnation=8), request(), 5.3))["a2"]
+    assert isinstance(answer, Decision) and answer.epoch is not None
+    assert answer.epoch.participants == ("a", "b")  # a keeps its gradients
+
+
 def test_no_group_continues_alone_below_min_groups() -> None:
     state = start_groups("ab", BOTH)
     state.record_disconnect("b", 2, 5)

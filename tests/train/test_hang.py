@@ -76,7 +76,7 @@ def test_a_hanging_rank_ends_the_run_after_the_timeout_and_is_named(tmp_path: Pa
     assert first.startswith("rank 1 (dp=1) did not arrive at all_reduce ")
     assert " over dp of int64 [4], at megalith/data/loader.py:" in first
     assert "in hang < " in output, "where the missing rank is"
-    assert "megalith/train/loop.py:" in output
+    assert "megalith/train/synchronizer.py:" in output
     assert "Traceback" not in output
     assert "did not arrive" in (tmp_path / "run" / "log.txt").read_text()
     stacks = (tmp_path / "run" / "hang_rank_1.txt").read_text()

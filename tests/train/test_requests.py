@@ -237,12 +237,12 @@ def _train_without_fifth_batch(
             read(loader)
         return read(loader)
 
-    def one_more_step(prepared: PreparedRun) -> Loader:
+    def one_more_step(prepared: PreparedRun, *of_groups: Any) -> Loader:
         before = prepared.run
         prepared.run = dataclasses.replace(
             before, train=dataclasses.replace(before.train, steps=before.train.steps + 1)
         )
-        loader = build(prepared)
+        loader = build(prepared, *of_groups)
         prepared.run = before
         return loader
 

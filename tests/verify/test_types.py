@@ -634,13 +634,14 @@ def test_recomputed_attention_is_type_checked_again(monkeypatch: pytest.MonkeyPa
         self: RecomputedCore,
         seq_params: PackedSeqParams,
         arguments: Any,
+        records: Any,
         q: Tensor,
         *others: Tensor,
     ) -> Tensor:
         if torch._C._current_graph_task_id() != -1:  # in backward
             # it is not
             q = q + checker.assert_type(torch.ones(()), dict.fromkeys(checker.get_local_type(q), P))
-        return plain(self, seq_params, arguments, q, *others)
+        return plain(self, seq_params, arguments, records, q, *others)
 
     again = RecomputeConfig(granularity="selective", modules=("core_attention",))
     assert type_check(

@@ -473,16 +473,15 @@ def scores_of_own_batch(original: Original, x: Tensor, group: Group) -> Tensor:
 # --- checkpoints
 
 
-@replaces(save, "pieces", "dp, zero")
+@replaces(save, "iter_pieces", "dp, zero")
 def slices_shifted_on_save(
-    original: Original, entry: CheckpointEntry, **limits: int
-) -> list[TensorPiece]:
+    original: Original, entry: CheckpointEntry, max_numel: int
+) -> Iterator[TensorPiece]:
     """A slice of `exp_avg` that does not begin at element 0 is saved shifted by one element."""
     start, _ = entry.shard.flat or (0, 0)
     if start and entry.role == "exp_avg":
         entry = replace(entry, tensor=entry.tensor.roll(1))
-    saved: list[TensorPiece] = original(entry, **limits)
-    return saved
+    yield from original(entry, max_numel)
 
 
 SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
