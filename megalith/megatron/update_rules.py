@@ -87,7 +87,7 @@ def _translate_muon(draft: Draft, optimizer: str) -> set[str]:
     if optimizer == "dist_muon":
         draft.put("--optimizer", "parallel.zero", 1)
         if not draft.settings.get("model.moe.num_experts"):
-            # the local experts of a layer are one unit of a bucket, often longer than a slice may be
+            # the experts of a layer are one unit of a bucket, often longer than a slice may be
             draft.put("--optimizer", "parallel.bucket_alignment", "matrices")
     for flag in _MUON:
         draft.copy(flag)
