@@ -96,7 +96,7 @@ class KernelsConfig:
     optimizer: Literal["auto", "torch", "reference", "numba"] = "auto"
     """Backend of AdamW's update: numba (CPUs), one loop that also rounds the weights, bitwise equal
     to torch's fused kernel where its vector code runs; torch: the fused kernel. auto: numba for
-    2^20 elements or more."""
+    models of 2^20 parameters or more."""
 
     matmul: Literal["auto", "torch", "reference", "upcast"] = "auto"
     """Backend of bf16 matmuls on CPUs, including those of attention and experts. upcast: fp32

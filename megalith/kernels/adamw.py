@@ -21,10 +21,6 @@ from megalith.kernels import cpu_threads
 BLOCK_NUMEL = 1024
 """Elements per block of the loops (spec: 20 KiB of fp32 tensors, part of a first-level cache)."""
 
-MIN_AUTO_NUMEL = 1 << 20
-"""Elements of a call from which on the loop is worthwhile (measured: below, it saves less than 0.1
-ms per step, and importing numba takes half a second)."""
-
 
 class AdamWScalars(NamedTuple):
     """Numbers of one update."""
@@ -98,11 +94,19 @@ def supports_adamw(slots: Sequence[AdamWTensors]) -> bool:
 def update_adamw(slots: Sequence[AdamWTensors], scalars: AdamWScalars) -> None:
     """Update master weights and moments, and round the master weights into bf16 weights.
 
-    `slots`: those that `supports_adamw` accepts; either all have bf16 weights, or none.
+    `slots`: those that `supports_adamw` accepts; some may have bf16 weights, and others none beside
+    the master weights.
     """
+    _update_wide([slot for slot in slots if slot.weight is slot.master], scalars, rounds=False)
+    _update_wide([slot for slot in slots if slot.weight is not slot.master], scalars, rounds=True)
+
+
+def _update_wide(slots: Sequence[AdamWTensors], scalars: AdamWScalars, *, rounds: bool) -> None:
+    """Update slots of which all or none have bf16 weights."""
+    if not slots:
+        return
     from megalith.kernels.cpu_adamw import adamw  # importing numba takes half a second
 
-    rounds = any(slot.weight is not slot.master for slot in slots)
     table, num_blocks = _build_table(slots)
     cpu_threads.run(
         adamw,

@@ -9,7 +9,6 @@ from torch import Tensor
 from megalith.config.kernels import BackendName
 from megalith.config.optim import OptimConfig
 from megalith.kernels.adamw import (
-    MIN_AUTO_NUMEL,
     AdamWScalars,
     AdamWTensors,
     supports_adamw,
@@ -32,8 +31,8 @@ class AdamW:
     roles: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     rounds_weights = True
 
-    def __init__(self, config: OptimConfig, backend: BackendName = "auto") -> None:
-        """`backend`: `kernels.optimizer`."""
+    def __init__(self, config: OptimConfig, backend: BackendName = "torch") -> None:
+        """`backend`: `kernels.optimizer`; auto: the loop wherever it supports the tensors."""
         self.config = config
         self.backend: BackendName = backend
 
@@ -46,9 +45,13 @@ class AdamW:
             ConfigError: kernels.optimizer=numba does not support the tensors.
         """
         config = replace(self.config, eps=self.config.eps * scalars.eps_factor)
-        if self.backend in ("auto", "numba") and _update_compiled(
-            slots, gradients, config, scalars, must_run=self.backend == "numba"
-        ):
+        if self.backend in ("auto", "numba"):
+            others = _update_compiled(
+                slots, gradients, config, scalars, must_run=self.backend == "numba"
+            )
+            slots = [slots[number] for number in others]
+            gradients = [gradients[number] for number in others]
+        if not slots:
             return
         if self.backend == "reference" or not HAS_FUSED:
             for slot, gradient in zip(slots, gradients, strict=True):
@@ -65,15 +68,16 @@ def _update_compiled(
     scalars: UpdateScalars,
     *,
     must_run: bool,
-) -> bool:
-    """Update and round all weights with the compiled loop, unless it does not support them; return
-    True if it does. With `must_run`, also where torch is faster.
+) -> list[int]:
+    """Update and round the weights that the compiled loop supports; return the numbers of the
+    others.
+
+    Whether a slot is supported does not depend on the other slots of the call, which may differ
+    between ranks that hold replicas of it: results of the backends differ by rounding.
 
     Raises:
-        ConfigError: `must_run` is set, and the loop does not support the tensors.
+        ConfigError: `must_run` is set, and the loop does not support all tensors.
     """
-    if not must_run and sum(gradient.numel() for gradient in gradients) < MIN_AUTO_NUMEL:
-        return False
     tensors = [
         AdamWTensors(
             gradient,
@@ -85,14 +89,15 @@ def _update_compiled(
         )
         for slot, gradient in zip(slots, gradients, strict=True)
     ]
-    if not supports_adamw(tensors):
-        if must_run and tensors:
-            unsupported = next(one for one in tensors if not supports_adamw([one]))
-            raise_unsupported("optimizer", "numba", unsupported.master)
-        return False
+    others = [number for number, one in enumerate(tensors) if not supports_adamw([one])]
+    if must_run and others:
+        raise_unsupported("optimizer", "numba", tensors[others[0]].master)
+    compiled = [one for number, one in enumerate(tensors) if number not in others]
+    if not compiled:
+        return others
     divisor = 1.0 if scalars.scale is None else float(scalars.scale.float().reciprocal())
     update_adamw(
-        tensors,
+        compiled,
         AdamWScalars(
             lr=scalars.lr,
             beta1=config.beta1,
@@ -104,7 +109,7 @@ def _update_compiled(
             decoupled=config.decoupled_weight_decay,
         ),
     )
-    return True
+    return others
 
 
 def _update_fused(

@@ -93,9 +93,10 @@ class OuterOptimizer:
             slot = self.slots[number]
             if config.fragment_mixing:
                 mixed = slot.read_master() * config.fragment_mixing
-                slot.write_master(mixed.add_(start, alpha=1 - config.fragment_mixing))
+                mixed.add_(start, alpha=1 - config.fragment_mixing)
+                slot.write_master(mixed, purpose="outer step")
             else:
-                slot.write_master(start)
+                slot.write_master(start, purpose="outer step")
         round_master_weights([self.slots[number] for number in slots])
 
 

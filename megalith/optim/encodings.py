@@ -20,9 +20,8 @@ from megalith.plan.shards import Shard
 from megalith.plan.state_encodings import BLOCK_DTYPES, BLOCK_NUMEL
 
 SMALLEST_SCALE = 2.0**-100
-"""Blocks whose largest magnitude is smaller are stored with this scale, or as zeros (int8), so that
-no product of code and scale is rounded by underflow. Heuristic: the square of a gradient of 1e-15
-is larger."""
+"""Smallest magnitude of a scale, so that no product of code and scale is rounded by underflow.
+Heuristic: the square of a gradient of 1e-15 is larger."""
 
 FP16_LIMIT = 65504 / 2
 """Largest magnitude of scaled fp16 values: half the largest of the format."""
@@ -153,10 +152,10 @@ def _quantize_int8(
     """Return indices [n, 256] in the map and scales [n]: the value of largest magnitude, with its
     sign."""
     scales = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))
-    scales = torch.where(scales.abs() >= SMALLEST_SCALE, scales, 0.0)
-    divisors = torch.where(scales == 0, 1.0, scales)
-    # a block of zeros has scale 1; values below the smallest scale are zeros
-    relative = torch.where(scales == 0, 0.0, blocks / divisors)
+    scales = torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales)
+    # a block of zeros has scale 1
+    divisors = torch.where(blocks.any(dim=1, keepdim=True), scales, 1.0)
+    relative = blocks / divisors
     midpoints = build_code_midpoints(is_unsigned=is_unsigned).to(blocks.device)
     codes = torch.bucketize(relative, midpoints, out_int32=True)
     if is_unsigned:
@@ -203,8 +202,8 @@ def check_block_boundaries(shard: Shard, dtype: MomentDtype) -> None:
             f"precision.optimizer_states with {dtype} moments: this rank holds elements {start} to "
             f"{stop} of {shard.numel} of {shard.name}, and blocks of {BLOCK_NUMEL} elements must "
             "not be split. Set precision.optimizer_states.first_moment and second_moment to bf16, "
-            "or parallel.zero to 2 or less, or use sizes of which each rank's rows are a multiple "
-            f"of {BLOCK_NUMEL} elements."
+            "or parallel.zero to 2 or less (0 if it is 1 or 2), or use sizes of which each rank's "
+            f"rows are a multiple of {BLOCK_NUMEL} elements."
         )
 
 
@@ -269,15 +268,24 @@ def join_remainders(high: Tensor, low: Tensor) -> Tensor:
     return ((upper << 16) | (low.int() & 0xFFFF)).view(torch.float32)
 
 
+UPDATE = "stochastic rounding"
+"""Purpose of the rounding of the optimizer's update; part of a random key."""
+
+BuildRoundingKey = Callable[[str], int]
+"""Returns the key of a rounding in the current update from its purpose."""
+
+
 class StochasticWeights:
     """Weights without master weights: updates are rounded stochastically to bf16.
 
     The random bits depend on a key of seed, parameter name and step, and on the element of the
-    whole parameter, so that they are equal under every layout and after a resume.
+    whole parameter, so that they are equal under every layout and after a resume. Several roundings
+    of one step have separate bits: with the same ones their errors would be correlated, and their
+    mean not zero.
     """
 
-    def __init__(self, weight: Tensor, shard: Shard, build_key: Callable[[], int]) -> None:
-        """`build_key`: returns the key of the current update."""
+    def __init__(self, weight: Tensor, shard: Shard, build_key: BuildRoundingKey) -> None:
+        """`build_key`: returns the key of the current update for a purpose."""
         assert weight.dtype == torch.bfloat16, weight.dtype
         self.numel = weight.numel()
         self._weight, self._shard, self._build_key = weight.detach().view(-1), shard, build_key
@@ -287,11 +295,11 @@ class StochasticWeights:
         """Return the weights [start, stop) in fp32."""
         return self._weight[start:stop].float()
 
-    def encode(self, values: Tensor, start: int) -> None:
+    def encode(self, values: Tensor, start: int, purpose: str = UPDATE) -> None:
         """Round values to weights stochastically."""
         stop = start + values.numel()
         elements = list_global_elements(self._shard, start, stop, values.device)
-        rounded = round_stochastically(values.reshape(-1), elements, self._build_key())
+        rounded = round_stochastically(values.reshape(-1), elements, self._build_key(purpose))
         self._weight[start:stop].copy_(rounded)
 
 

@@ -39,7 +39,13 @@ from megalith.optim.slots import (
 from megalith.optim.soap import Soap
 from megalith.plan.keys import key as build_key
 from megalith.plan.shards import Shard
-from megalith.plan.update_rules import PLUGIN_RULE, list_per_matrix_rules, rule_of
+from megalith.plan.state_encodings import FIRST_MOMENTS, SECOND_MOMENTS
+from megalith.plan.update_rules import (
+    PLUGIN_RULE,
+    list_per_matrix_rules,
+    list_slice_roles,
+    rule_of,
+)
 
 BuildRule = Callable[[OptimConfig], UpdateRule]
 """Builds a rule from the settings of the optimizer."""
@@ -55,7 +61,7 @@ RULES: Mapping[str, BuildRule] = {
 """Built-in update rules by the name in `optim.kind`."""
 
 
-def build_rule(name: str, config: OptimConfig, backend: BackendName = "auto") -> UpdateRule:
+def build_rule(name: str, config: OptimConfig, backend: BackendName = "torch") -> UpdateRule:
     """Build the update rule of this name, or that of optim.plugin.
 
     `backend`: that of AdamW, `kernels.optimizer`.
@@ -149,12 +155,16 @@ class RuleOptimizer:
         *,
         states: OptimizerStatesConfig = FP32_STATES,
         seed: int = 0,
-        backend: BackendName = "auto",
+        backend: BackendName = "torch",
     ) -> None:
         """`rates`: rule and factors of each parameter. `build_matrix_updater` is needed for
         per-matrix rules, and is called for each of them on every rank. `states`: formats of master
         weights and moments; per-matrix rules have fp32 only. `seed`: of stochastic rounding.
-        `backend`: that of AdamW, `kernels.optimizer`."""
+        `backend`: that of AdamW, `kernels.optimizer`.
+
+        Raises:
+            ConfigError: the rule of optim.plugin has no states that `states` applies to.
+        """
         self.config = config
         self._backend: BackendName = backend
         self.updates = 0
@@ -166,6 +176,8 @@ class RuleOptimizer:
             if not parameter.rule:
                 parameter = parameter._replace(rule=rule_of(shard.name, shard.inputs, config))
             rule = self._find_rule(parameter.rule)
+            if parameter.rule == PLUGIN_RULE:
+                _check_plugin_states(rule, config, states)
             slot_states = states if isinstance(rule, ElementwiseRule) else FP32_STATES
             self.slots.append(
                 build_slot(
@@ -229,9 +241,9 @@ class RuleOptimizer:
         """Return the states of whole matrices on this rank: shard, role and tensor."""
         return [state for updater in self._updaters.values() for state in updater.list_states()]
 
-    def _build_rounding_key(self, name: str) -> int:
-        """Return the key of the stochastic rounding of a parameter in the current update."""
-        return build_key(self._seed, "stochastic rounding", name, self.updates)
+    def _build_rounding_key(self, name: str, purpose: str) -> int:
+        """Return the key of a stochastic rounding of a parameter in the current update."""
+        return build_key(self._seed, purpose, name, self.updates)
 
     def _find_rule(self, name: str) -> UpdateRule:
         if name not in self.rules:
@@ -308,6 +320,34 @@ def _update_pieces(
     rule.update(decoded, [piece.gradient for piece in pieces], scalars)
     for piece, slot in zip(pieces, decoded, strict=True):
         piece.encode(slot)
+
+
+def _check_plugin_states(
+    rule: UpdateRule, config: OptimConfig, states: OptimizerStatesConfig
+) -> None:
+    """Check that a plug-in's rule has the states whose formats are set.
+
+    Raises:
+        ConfigError: it is a rule for whole matrices, or has no such moment.
+    """
+    section = "precision.optimizer_states"
+    if not isinstance(rule, ElementwiseRule):
+        if states != FP32_STATES:
+            raise ConfigError(
+                f"{section} with optim.plugin={config.plugin}: states of rules for whole matrices "
+                f"are fp32. Remove {section}, or set optim.kind=adamw and remove optim.plugin."
+            )
+        return
+    others = [name for name in ("adamw", "sgd", "lion") if config.uses(name)]
+    known = {role for name in others for role in list_slice_roles(config, name)} | {*rule.roles}
+    for name, roles in (("first_moment", FIRST_MOMENTS), ("second_moment", SECOND_MOMENTS)):
+        dtype = getattr(states, name)
+        if dtype != "fp32" and not known & {*roles}:
+            raise ConfigError(
+                f"{section}.{name}={dtype}: the states of optim.plugin={config.plugin} are "
+                f"{', '.join(sorted(known)) or 'none'}, and this format applies to "
+                f"{' and '.join(roles)}. Remove {section}.{name}."
+            )
 
 
 def _rounds_weights(rule: UpdateRule) -> bool:

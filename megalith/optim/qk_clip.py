@@ -70,4 +70,4 @@ def scale_slot(slot: OptimizerSlot, parts: Sequence[ScaledPart]) -> None:
         if slot.has_master and not is_encoded:
             weight.copy_(master)
     if is_encoded:
-        slot.write_master(master_weights)
+        slot.write_master(master_weights, purpose="QK-clip")

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.config.optim import OptimizerStatesConfig
 from megalith.observe.machine import DTYPES
 from megalith.optim.encodings import (
+    UPDATE,
     EncodedTensor,
     RemainderTensor,
     StochasticWeights,
@@ -68,12 +69,19 @@ class OptimizerSlot:
         encoded."""
         return self._read(MASTER, self.master)
 
-    def write_master(self, values: Tensor) -> None:
-        """Overwrite the master weights; encoded ones overwrite the weights too."""
-        if MASTER in self.encoded:
-            self.encoded[MASTER].encode(values, 0)
-        else:
+    def write_master(self, values: Tensor, *, purpose: str) -> None:
+        """Overwrite the master weights; encoded ones overwrite the weights too.
+
+        `purpose`: what changes them, other than the optimizer's update; without master weights the
+        random bits of the rounding depend on it.
+        """
+        encoded = self.encoded.get(MASTER)
+        if encoded is None:
             self.master.copy_(values)
+        elif isinstance(encoded, StochasticWeights):
+            encoded.encode(values, 0, f"{UPDATE} of {purpose}")
+        else:
+            encoded.encode(values, 0)
 
     def read_state(self, role: str) -> Tensor:
         """Return a state, decoded into a new tensor if it is encoded."""
@@ -158,13 +166,13 @@ def build_slot(
     roles: Sequence[str],
     rates: ParameterRates = PLAIN,
     states: OptimizerStatesConfig = FP32_STATES,
-    build_rounding_key: Callable[[str], int] | None = None,
+    build_rounding_key: Callable[[str, str], int] | None = None,
 ) -> OptimizerSlot:
     """Return a slot whose optimizer state is zero.
 
     `states`: formats of master weights and moments. `build_rounding_key`: returns the key of
-    stochastic rounding in the current update from the name of a parameter; needed without master
-    weights.
+    stochastic rounding in the current update from the name of a parameter and the purpose; needed
+    without master weights.
 
     Raises:
         ConfigError: the slice begins or ends inside of a block of the format.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.checkpoint.format import CheckpointEntry
-from megalith.config.kernels import BackendName, expand_kernel_setting
+from megalith.config.kernels import BackendName
 from megalith.config.optim import OptimConfig, OptimizerStatesConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
@@ -48,7 +48,7 @@ from megalith.parallel.p2p import create_pipeline_groups, open_channels
 from megalith.parallel.pipeline import DualBatchOverlap, WeightGradStore
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.parallel.tensor_overlap import RING_EXCHANGE, choose_collective_matmul
-from megalith.plan.kernels import explicit_backend_problems
+from megalith.plan.kernels import explicit_backend_problems, select_optimizer_backend
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.parameters import ParameterRates
 from megalith.plan.qk_clip import list_attentions
@@ -72,7 +72,7 @@ def build_optimizer(
     *,
     states: OptimizerStatesConfig = FP32_STATES,
     seed: int = 0,
-    backend: BackendName = "auto",
+    backend: BackendName = "torch",
 ) -> Optimizer:
     """Build the optimizer over these shards; `rates`: update rule and factors of each parameter;
     `build_updater`: of rules per matrix, which is collective over a pipeline stage; `states`:
@@ -228,7 +228,7 @@ def build_trainer(
         ),
         states=run.precision.optimizer_states,
         seed=run.seed,
-        backend=expand_kernel_setting(run.kernels).backend_name("optimizer"),
+        backend=select_optimizer_backend(run),
     )
     score_monitor = build_score_monitor(run, optimizer)
     ema = None if run.train.ema is None else WeightEMA(optimizer.slots, run.train.ema)

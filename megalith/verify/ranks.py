@@ -843,7 +843,7 @@ def _init_adapters(trainer: Trainer) -> None:
     for slot in trainer.optimizer.slots if trainer.run.lora is not None else ():
         init_param_(slot.weight, slot.shard, Init(0.1), seed=trainer.run.seed)
         if slot.has_master:
-            slot.write_master(slot.weight)
+            slot.write_master(slot.weight, purpose="initial weights")
     all_gather_loaded_params(trainer)
 
 

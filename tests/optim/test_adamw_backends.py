@@ -238,7 +238,7 @@ def test_backends_agree(dtype: torch.dtype) -> None:
             assert torch.equal(slot.weight, slot.master.to(dtype))
 
 
-def test_automatic_backend_is_compiled_for_large_updates_only(
+def test_automatic_backend_is_compiled_where_it_is_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
@@ -248,20 +248,68 @@ def test_automatic_backend_is_compiled_for_large_updates_only(
         update_adamw(slots, scalars)
 
     monkeypatch.setattr(adamw, "update_adamw", record)
-    run_steps(build("auto"))
-    assert calls == []
-    monkeypatch.setattr(adamw, "MIN_AUTO_NUMEL", 100)
-    run_steps(build("auto"))
-    assert calls == [1, 1, 1]  # the matrix, not the vector
+    run_steps(build("torch"))
     run_steps(build("auto", torch.float64), torch.float64)
-    assert calls == [1, 1, 1]
+    run_steps(build("auto", torch.float16))
+    assert calls == []
+    run_steps(build("auto"))
+    assert calls == [1, 1] * 3  # the matrix, and the vector, which has no weight decay
+
+
+MIXED = [Shard.full(name, (40, 50)) for name in "abc"]
+
+
+def run_mixed(backend: BackendName, dtypes: dict[str, torch.dtype]) -> RuleOptimizer:
+    """Update matrices of several dtypes, which have equal scalars, in one call."""
+    weights = []
+    for number, shard in enumerate(MIXED):
+        weight = torch.randn(40, 50, generator=torch.Generator().manual_seed(number))
+        if shard.name in dtypes:
+            dtype = dtypes[shard.name]
+            weights.append((replace(shard, dtype=FORMATS[dtype]), weight.to(dtype)))
+    optimizer = RuleOptimizer(weights, OptimConfig(), backend=backend)
+    for step in range(3):
+        gradients = [
+            torch.randn(40, 50, generator=torch.Generator().manual_seed(10 * step + ord(s.name)))
+            for s, _ in weights
+        ]
+        optimizer.step(gradients, lr=1e-2, weight_decay=0.1, scale=torch.tensor(0.5))
+    return optimizer
+
+
+def test_weights_of_several_dtypes_are_updated_in_one_call() -> None:
+    dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
+    compiled, reference = run_mixed("numba", dtypes), run_mixed("reference", dtypes)
+    for slot, expected in zip(compiled.slots, reference.slots, strict=True):
+        assert_equals(slot.shard.name, slot.master, expected.master, FP32)
+        assert torch.equal(slot.weight, slot.master.to(slot.weight.dtype))
+
+
+def test_backend_of_a_slot_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may hold a replica beside other parameters than another rank."""
+    bf16, fp16 = {"a": torch.bfloat16}, {"c": torch.float16}
+    calls = []
+
+    def record(slots: list[AdamWTensors], scalars: AdamWScalars) -> None:
+        calls.append([slot.weight.dtype for slot in slots])
+        update_adamw(slots, scalars)
+
+    monkeypatch.setattr(adamw, "update_adamw", record)
+    mixed = run_mixed("auto", bf16 | fp16)
+    assert calls == [[torch.bfloat16]] * 3
+    for slot, alone in zip(
+        mixed.slots, (run_mixed("numba", bf16), run_mixed("torch", fp16)), strict=True
+    ):
+        for role, tensor in slot.list_stored_tensors().items():
+            assert torch.equal(tensor, alone.slots[0].list_stored_tensors()[role]), role
+        assert torch.equal(slot.weight, alone.slots[0].weight)
 
 
 def test_compiled_backend_of_float64_is_rejected_with_the_reason() -> None:
     with pytest.raises(ConfigError) as error:
         run_steps(build("numba", torch.float64), torch.float64)
     assert str(error.value) == (
-        "kernels.optimizer=numba: supported inputs: fp32, bf16 on CPUs; AdamW; automatic from 2^20 "
-        "elements on; this input: float64 [70, 50] on cpu. Set kernels.optimizer to torch, which "
-        "supports this input, or to auto."
+        "kernels.optimizer=numba: supported inputs: fp32, bf16 on CPUs; AdamW; automatic for "
+        "models of 2^20 parameters or more; this input: float64 [70, 50] on cpu. Set "
+        "kernels.optimizer to torch, which supports this input, or to auto."
     )

@@ -168,6 +168,17 @@ def test_positive_second_moments_are_not_rounded_to_zero(dtype: MomentDtype) -> 
     assert not signed[2:].any() or dtype == "fp16"
 
 
+def test_second_moments_below_the_smallest_scale_stay_positive() -> None:
+    values = torch.tensor([1e-33, 3e-34, 1e-44, 0.0])
+    for dtype in BLOCKS:
+        encoded = encode_moment(values, dtype, is_unsigned=True)
+        decoded = decode(encoded)
+        assert (decoded[:3] > 0).all() and decoded[3] == 0, dtype
+        assert decoded[0] >= decoded[1] >= decoded[2], dtype
+        encoded.encode(decoded, 0)
+        assert torch.equal(decode(encoded), decoded), dtype
+
+
 def test_int8_keeps_the_largest_value_of_a_block_with_its_sign() -> None:
     values = torch.linspace(-0.7, 0.69, 256)
     encoded = BlockTensor(values, "int8", is_unsigned=False)
@@ -269,6 +280,24 @@ def test_stochastic_rounding_depends_on_key_and_element() -> None:
     assert torch.equal(first[1000:], round_stochastically(values[1000:], elements[1000:], 1))
     assert not torch.equal(first, round_stochastically(values, elements, 2))
     assert not torch.equal(first, round_stochastically(values, elements + 1, 1))
+
+
+def test_roundings_of_one_update_have_separate_bits() -> None:
+    """A weight that the update rounds up is not rounded up by QK-clip for the same reason."""
+    numel = 2**14
+    shard = Shard.full("layers.0.attention.q", (1, 128, 128), dtype="bf16")
+    states = OptimizerStatesConfig(master_weights="none")
+    weights = [(shard, torch.ones(128, 128, dtype=torch.bfloat16))]
+    optimizer = RuleOptimizer(weights, OptimConfig(kind="sgd", momentum=0.0), states=states)
+    half = 2.0**-8  # of the distance of bf16 values above 1
+    optimizer.step([torch.full((128, 128), -half)], lr=1.0, weight_decay=0.0)
+    (slot,) = optimizer.slots
+    assert abs(slot.weight.double().mean() - (1 + half)) < 4 * half / math.sqrt(numel)
+    scale_slot(slot, split_factors(shard, np.full((1, 1, 1), 0.75)))
+    # errors of both roundings: of 2 values at distance 2 half, times 0.75, and at distance half
+    sigma = math.hypot(0.75 * half, 0.5 * half)
+    error = abs(slot.weight.double().mean() - 0.75 * (1 + half))
+    assert error < 4 * sigma / math.sqrt(numel)
 
 
 def test_elements_of_slices_are_numbered_in_the_whole_parameter() -> None:
@@ -437,7 +466,7 @@ def test_states_are_reset_and_master_weights_written() -> None:
         for slot in optimizer.slots:
             slot.reset_states()
             assert all(not slot.read_state(role).any() for role in slot.state)
-            slot.write_master(torch.ones(slot.weight.shape))
+            slot.write_master(torch.ones(slot.weight.shape), purpose="test")
             assert torch.equal(slot.read_master().float(), torch.ones(slot.weight.shape))
             assert (MASTER in slot.encoded) == (states.master_weights != "fp32")
 

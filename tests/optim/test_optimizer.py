@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from megalith.config.fields import Ge, Lt
-from megalith.config.optim import GroupConfig, MuonConfig, OptimConfig
+from megalith.config.optim import (
+    GroupConfig,
+    MuonConfig,
+    OptimConfig,
+    OptimizerStatesConfig,
+)
 from megalith.errors import ConfigError
 from megalith.optim.optimizer import RULES, RuleOptimizer, build_rule, is_clipped
 from megalith.optim.rules import ElementwiseRule, UpdateRule, UpdateScalars
@@ -139,6 +144,22 @@ def test_plugin_that_is_no_rule_or_has_wrong_settings_is_rejected(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_rule("plugin", config)
+
+
+def test_formats_of_states_that_a_plugin_does_not_have_are_rejected() -> None:
+    int8 = OptimizerStatesConfig(first_moment="int8")
+    weights = list(zip(SHARDS, draw(0), strict=True))
+    with pytest.raises(ConfigError) as error:
+        RuleOptimizer(weights, PLUGIN, states=int8)
+    assert str(error.value) == (
+        f"precision.optimizer_states.first_moment=int8: the states of optim.plugin={PLUGIN.plugin} "
+        "are sign_sum, and this format applies to exp_avg and momentum. Remove "
+        "precision.optimizer_states.first_moment."
+    )
+    RuleOptimizer(weights, replace(PLUGIN, scalar_optimizer="adamw"), states=int8)
+    matrices = OptimConfig(plugin=name_of(MatrixPlugin), scalar_optimizer="adamw")
+    with pytest.raises(ConfigError, match="states of rules for whole matrices are fp32. Remove"):
+        RuleOptimizer(weights, matrices, states=int8)
 
 
 def test_only_muon_may_be_left_out_of_clipping() -> None:

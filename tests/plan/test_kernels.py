@@ -19,6 +19,7 @@ from megalith.plan.kernels import (
     describe_kernels,
     explicit_backend_problems,
     list_backend_specs,
+    select_optimizer_backend,
     used_ops,
 )
 from megalith.testing.tiny import tiny_run
@@ -173,7 +174,7 @@ def test_backend_of_each_operation_is_described_with_reasons_for_fallback() -> N
     summary, reason = describe_kernels(run, "cpu", {})
     assert summary == (
         "kernels (auto): norm=torch, rope=numba, activation=numba, attention=cpu_tiled, sdpa or "
-        "split_kv by document length, cross_entropy=numba, optimizer=numba"
+        "split_kv by document length, cross_entropy=numba, optimizer=torch"
     )
     assert reason == "kernels: norm does not use numba: model.norm=layer has no Numba kernel"
     lines = describe_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
@@ -224,6 +225,18 @@ def test_backend_of_an_absent_operation_is_rejected(settings: dict[str, str], pa
         )
         == []
     )
+
+
+def test_backend_of_the_update_depends_on_the_size_of_the_model() -> None:
+    large = {"model.vocab_size": "32768", "model.hidden_size": "64"}
+    layouts = ({}, {"parallel.pp": "2"}, {"parallel.dp": "8", "parallel.zero": "1"})
+    for layout in layouts:
+        assert select_optimizer_backend(run_with({**layout})) == "torch"
+        assert select_optimizer_backend(run_with({**large, **layout})) == "auto"
+    assert select_optimizer_backend(run_with(optimizer="numba")) == "numba"
+    assert select_optimizer_backend(run_with({**large}, optimizer="torch")) == "torch"
+    assert select_optimizer_backend(run_with(all="reference")) == "reference"
+    assert "optimizer=numba" in describe_kernels(run_with({**large}), "cpu", {})[0]
 
 
 def test_only_operations_of_the_model_are_described() -> None:
