@@ -91,6 +91,16 @@ def supports_adamw(slots: Sequence[AdamWTensors]) -> bool:
     )
 
 
+def supports_remainder_adamw(slot: RemainderTensors) -> bool:
+    """Return whether the compiled loop supports this slot: contiguous tensors on the CPU, with an
+    fp32 gradient."""
+    return (
+        cpu_threads.openmp() is not None
+        and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in slot)
+        and slot.gradient.dtype == torch.float32
+    )
+
+
 def update_adamw(slots: Sequence[AdamWTensors], scalars: AdamWScalars) -> None:
     """Update master weights and moments, and round the master weights into bf16 weights.
 

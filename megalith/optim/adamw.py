@@ -11,12 +11,16 @@ from megalith.config.optim import OptimConfig
 from megalith.kernels.adamw import (
     AdamWScalars,
     AdamWTensors,
+    RemainderTensors,
     supports_adamw,
+    supports_remainder_adamw,
     update_adamw,
+    update_remainder_adamw,
 )
 from megalith.kernels.backend import raise_unsupported
+from megalith.optim.encodings import BF16Tensor, RemainderTensor
 from megalith.optim.rules import UpdateScalars
-from megalith.optim.slots import OptimizerSlot, round_master_weights
+from megalith.optim.slots import MASTER, OptimizerSlot, round_master_weights
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
 
@@ -60,6 +64,54 @@ class AdamW:
             _update_fused(slots, gradients, config, scalars)
         round_master_weights(slots)
 
+    def update_encoded(
+        self, slots: Sequence[OptimizerSlot], gradients: Sequence[Tensor], scalars: UpdateScalars
+    ) -> list[int]:
+        """Update slots with remainders and bf16 moments in one pass, without decoding them first;
+        return the numbers of the others."""
+        config = replace(self.config, eps=self.config.eps * scalars.eps_factor)
+        tensors: dict[int, RemainderTensors] = {}
+        for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
+            one = _find_remainder_tensors(slot, gradient)
+            if self.backend in ("auto", "numba") and one and supports_remainder_adamw(one):
+                tensors[number] = one
+        if tensors:
+            update_remainder_adamw([*tensors.values()], _convert_scalars(config, scalars))
+        return [number for number in range(len(slots)) if number not in tensors]
+
+
+def _find_remainder_tensors(slot: OptimizerSlot, gradient: Tensor) -> RemainderTensors | None:
+    """Return the tensors of a slot with remainders and bf16 moments; None for other formats."""
+    if slot.encoded.keys() != {MASTER, "exp_avg", "exp_avg_sq"}:
+        return None
+    master, mean, square = (slot.encoded[role] for role in (MASTER, "exp_avg", "exp_avg_sq"))
+    if not isinstance(master, RemainderTensor) or not (
+        isinstance(mean, BF16Tensor) and isinstance(square, BF16Tensor)
+    ):
+        return None
+    return RemainderTensors(
+        gradient,
+        master.tensors["weight"],
+        mean.tensors["values"],
+        square.tensors["values"],
+        master.tensors["remainder"],
+    )
+
+
+def _convert_scalars(config: OptimConfig, scalars: UpdateScalars) -> AdamWScalars:
+    """Return the arguments of the compiled loops."""
+    divisor = 1.0 if scalars.scale is None else float(scalars.scale.float().reciprocal())
+    return AdamWScalars(
+        lr=scalars.lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=scalars.weight_decay,
+        updates=scalars.updates,
+        gradient_divisor=divisor,
+        decoupled=config.decoupled_weight_decay,
+    )
+
 
 def _update_compiled(
     slots: Sequence[OptimizerSlot],
@@ -95,20 +147,7 @@ def _update_compiled(
     compiled = [one for number, one in enumerate(tensors) if number not in others]
     if not compiled:
         return others
-    divisor = 1.0 if scalars.scale is None else float(scalars.scale.float().reciprocal())
-    update_adamw(
-        compiled,
-        AdamWScalars(
-            lr=scalars.lr,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
-            weight_decay=scalars.weight_decay,
-            updates=scalars.updates,
-            gradient_divisor=divisor,
-            decoupled=config.decoupled_weight_decay,
-        ),
-    )
+    update_adamw(compiled, _convert_scalars(config, scalars))
     return others
 
 

@@ -258,7 +258,14 @@ moments are 2 MiB, part of a processor's cache)."""
 
 def _update_slots(rule: ElementwiseRule, part: RuleSlots) -> None:
     """Update plain slots together, and encoded slots in pieces that are decoded, updated and
-    encoded."""
+    encoded, unless the rule updates them without."""
+    if isinstance(rule, AdamW):
+        others = rule.update_encoded(part.slots, part.gradients, part.scalars)
+        part = RuleSlots(
+            [part.slots[number] for number in others],
+            [part.gradients[number] for number in others],
+            part.scalars,
+        )
     plain, gradients = [], []
     pieces: list[_DecodedPiece] = []
     numel = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.kernels import BackendName
-from megalith.config.optim import OptimConfig
+from megalith.config.optim import OptimConfig, OptimizerStatesConfig
 from megalith.errors import ConfigError
 from megalith.kernels import cpu_threads
 from megalith.kernels.adamw import (
@@ -254,6 +254,44 @@ def test_automatic_backend_is_compiled_where_it_is_supported(
     assert calls == []
     run_steps(build("auto"))
     assert calls == [1, 1] * 3  # the matrix, and the vector, which has no weight decay
+
+
+def run_encoded(backend: BackendName, states: OptimizerStatesConfig) -> RuleOptimizer:
+    generator = torch.Generator().manual_seed(3)
+    weights = [
+        (replace(shard, dtype="bf16"), torch.randn(shard.box_shape, generator=generator).bfloat16())
+        for shard in SHARDS
+    ]
+    optimizer = RuleOptimizer(weights, OptimConfig(), states=states, backend=backend)
+    run_steps(optimizer)
+    return optimizer
+
+
+def test_states_with_remainders_are_updated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of an update of decoded values by the other loop, which are then encoded."""
+    states = OptimizerStatesConfig(
+        master_weights="remainder", first_moment="bf16", second_moment="bf16"
+    )
+    calls = []
+
+    def record(slots: list[RemainderTensors], scalars: AdamWScalars) -> None:
+        calls.append(len(slots))
+        update_remainder_adamw(slots, scalars)
+
+    monkeypatch.setattr(adamw, "update_remainder_adamw", record)
+    once = run_encoded("auto", states)
+    assert calls == [1, 1] * 3  # the matrix, and the vector, which has no weight decay
+    run_encoded("torch", states)
+    run_encoded("auto", replace(states, second_moment="fp16"))
+    run_encoded("auto", replace(states, master_weights="fp32"))
+    assert len(calls) == 6
+    monkeypatch.setattr(adamw, "supports_remainder_adamw", lambda slot: False)
+    decoded = run_encoded("auto", states)
+    assert len(calls) == 6
+    for slot, expected in zip(once.slots, decoded.slots, strict=True):
+        assert torch.equal(slot.weight, expected.weight)
+        for role, tensor in slot.list_stored_tensors().items():
+            assert torch.equal(tensor, expected.list_stored_tensors()[role]), role
 
 
 MIXED = [Shard.full(name, (40, 50)) for name in "abc"]
