@@ -439,7 +439,8 @@ def fetch_state(
         timeout_seconds: time without progress after which the source counts as lost.
         name: of the snapshot.
         rank: this rank, so that ranks begin with different sources.
-        is_cancelled: called before each box and each new connection; True ends the transfer.
+        is_cancelled: called before each box and each new connection, and while the source has
+            not offered the snapshot yet; True ends the transfer.
 
     Raises:
         SnapshotExpiredError: the source offers a newer snapshot.
@@ -555,6 +556,7 @@ class _Source:
                 self._connect()
                 message = self._read_answer()
                 while message["kind"] == "wait":
+                    self._check_cancelled()
                     if time.monotonic() > deadline:
                         raise StateTransferError(
                             f"{self._address} offered no snapshot within {self._timeout:g} s"

@@ -120,6 +120,9 @@ class WarningMerger(logging.Handler):
         self._queue: queue.Queue[RankWarning | None] = queue.Queue(MAX_QUEUED)
         self._groups = WarningGroups()
         self._num_received = 0
+        self._missing_since: float | None = None
+        """Time since which the next warning is announced, but not sent."""
+
         self._thread = threading.Thread(
             target=self._print_warnings if rank == 0 else self._send_warnings,
             name="rank-warnings",
@@ -155,7 +158,7 @@ class WarningMerger(logging.Handler):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.005)
-            self._receive()
+            self._receive(missing_seconds=0.0)
         except RuntimeError:  # the store has ended: what has been received is printed
             pass
         self._print(self._groups.take(before=time.monotonic()))
@@ -192,23 +195,31 @@ class WarningMerger(logging.Handler):
 
     def _try_to_receive(self) -> bool:
         try:
-            self._receive()
+            self._receive(missing_seconds=GATHER_SECONDS)
         except RuntimeError:
             return False
         return True
 
-    def _receive(self) -> None:
-        """Read the warnings that other ranks have sent since the last call.
+    def _receive(self, missing_seconds: float) -> None:
+        """Read the warnings that other ranks have sent since the last call. One that is announced
+        is omitted after `missing_seconds`: its rank has ended before it was sent.
 
         Raises:
             RuntimeError: the store does not answer.
         """
         num_sent = self._store.add(_COUNT, 0)
-        while self._num_received < num_sent and self._store.check([str(self._num_received + 1)]):
+        while self._num_received < num_sent:
+            key, now = str(self._num_received + 1), time.monotonic()
+            if self._store.check([key]):
+                rank, *fields = json.loads(self._store.get(key))
+                self._store.delete_key(key)
+                self._groups.add(RankWarning(*fields), rank, now)
+            else:
+                self._missing_since = self._missing_since or now
+                if now - self._missing_since < missing_seconds:
+                    return
             self._num_received += 1
-            rank, *fields = json.loads(self._store.get(str(self._num_received)))
-            self._store.delete_key(str(self._num_received))
-            self._groups.add(RankWarning(*fields), rank, time.monotonic())
+            self._missing_since = None
 
     def _print(self, warnings: Sequence[tuple[RankWarning, list[int]]]) -> None:
         for warning, ranks in warnings:

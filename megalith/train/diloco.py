@@ -198,9 +198,12 @@ class DilocoSync:
 
     def _synchronize(self) -> bool:
         step, has_entered = self.state.state.step, False
+        fragments = self._schedule.list_sends(step)
         if self._round is not None and step >= self._round.apply_step:
             has_entered = self._apply()
-        fragments = self._schedule.list_sends(step)
+            if fragments and self._groups.changes_epoch:  # since the vote about that round
+                self.enter()
+                has_entered = True
         if fragments and self.state.state.step == step:
             self._round = self._send(fragments, self._schedule.find_apply_step(step))
             if self._round.apply_step == step:

@@ -586,6 +586,7 @@ class TrainLoop:
             )
             if result.is_committed:
                 break
+            self.callbacks.restore_requests()
             self._enter_epoch()
         seconds = time.perf_counter() - started
         if not result.is_discarded:
@@ -633,6 +634,7 @@ class TrainLoop:
         shared = self.synchronizer.skip_step(count_shared_requests(requests))
         if shared is None:
             state.restore(before)
+            self.callbacks.restore_requests()
             self._enter_epoch()
             return None
         if self.prepared.is_writer:

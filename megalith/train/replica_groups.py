@@ -290,16 +290,21 @@ class ReplicaGroups:
         return {}
 
     def _offer_state(self, state: GroupState) -> None:
-        """Serve the state of this group to others; it trains on if it has no memory for the
-        copy."""
+        """Serve the state of this group to others; it trains on if a rank has no memory for the
+        copy: others need the copies of all ranks."""
+        problem = ""
         try:
             self._server.offer(state.step, state.entries(), state.export())
         except OSError as error:
+            problem = f"rank {self.mesh.world.rank}: {error}"
+        problems = [each for each in gather_objects(problem, self.mesh.world) if each]
+        if problems:
+            self._server.release()
             self._server.decline(state.step)
             self._offers_state = False
             self._print_line(
                 f"step {state.step}: this group cannot serve its state to a group that joins: "
-                f"{error}. Another group is used instead, if there is one"
+                f"{problems[0]}. Another group is used instead, if there is one"
             )
 
     def _exchange_holdings(self, exchange: RingExchange, state: GroupState) -> list[float]:
@@ -753,6 +758,8 @@ class ReplicaGroups:
 
     def close(self) -> None:
         """Close all connections: for the other groups, this one is lost."""
+        if self._catch_up is not None:  # its thread would delay the exit of the process
+            self._catch_up.cancelled.set()
         self._close_exchange()
         self._listener.close()
         self._server.close()

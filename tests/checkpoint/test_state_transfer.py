@@ -291,6 +291,27 @@ def test_cancelled_transfer_ends_although_its_source_is_lost() -> None:
     timer.join()
 
 
+def test_cancelled_transfer_ends_although_its_source_offers_no_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state_transfer, "WAIT_SECONDS", 0.05)
+    cancelled = threading.Event()
+    server = StateServer("127.0.0.1", RUN, CPU)
+    with ThreadPoolExecutor(1) as pool:
+        transfer = pool.submit(
+            fetch,
+            [server.address],
+            build_entries(0, 1, dim=0, step=0),
+            timeout_seconds=60,
+            is_cancelled=cancelled.is_set,
+        )
+        wait_for(lambda: len(server._connections) == 1)
+        cancelled.set()
+        error = transfer.exception(30)
+        server.close()
+    assert str(error) == f"the transfer from {server.address} was cancelled"
+
+
 def test_joining_group_waits_for_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_transfer, "WAIT_SECONDS", 0.05)
     server = StateServer("127.0.0.1", RUN, CPU)

@@ -89,10 +89,13 @@ def test_warnings_are_printed_while_the_run_continues(
 ) -> None:
     monkeypatch.setattr(rank_warnings, "GATHER_SECONDS", 0.05)
     monkeypatch.setattr(rank_warnings, "POLL_SECONDS", 0.01)
-    printed = ""
-    with started_mergers(HashStore(), 3) as mergers:
-        for merger in mergers[1:]:
-            merger.emit(make_record("slow disk"))
+    printed, store = "", HashStore()
+    for rank in (1, 2):  # before rank 0 receives the first one
+        merger = WarningMerger(store, rank=rank, world=3)
+        merger.start()
+        merger.emit(make_record("slow disk"))
+        merger.finish(waits=False)
+    with merge_warnings(store, rank=0, world=3):
         deadline = time.monotonic() + 10
         while not printed and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -150,6 +153,25 @@ class BrokenStore:
 def test_warnings_are_not_lost_without_the_store(capsys: pytest.CaptureFixture[str]) -> None:
     printed = print_merged(capsys, [["short split"], ["short split"]], BrokenStore())
     assert sorted(printed) == ["rank 1: short split", "short split"]
+
+
+def test_warning_of_a_rank_that_has_ended_before_it_was_sent_is_omitted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_warnings, "GATHER_SECONDS", 0.01)
+    monkeypatch.setattr(rank_warnings, "POLL_SECONDS", 0.01)
+    printed, store = "", HashStore()
+    store.add("count", 1)
+    other = WarningMerger(store, rank=2, world=3)
+    other.start()
+    other.emit(make_record("slow disk"))
+    other.finish(waits=False)
+    with merge_warnings(store, rank=0, world=3):
+        deadline = time.monotonic() + 10
+        while not printed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            printed = capsys.readouterr().err
+    assert printed == "rank 2: slow disk\n"
 
 
 def test_store_holds_no_warnings_that_were_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,6 +233,23 @@ class Recorder(Callback):
         self.count = state["count"]
 
 
+def test_requests_before_a_discarded_step_are_sent_again() -> None:
+    callbacks, batches = CallbackList([]), StepBatches([], 0)
+    callbacks.request(StepRequest.SAVE)
+    callbacks.before_step(1, batches)
+    callbacks.request(StepRequest.SKIP)
+    assert callbacks.after_backward([]) == StepRequest.SAVE | StepRequest.SKIP
+    callbacks.restore_requests()
+    callbacks.before_step(1, batches)
+    assert callbacks.after_backward([]) == StepRequest.SAVE
+    callbacks.request(StepRequest.STOP)
+    assert callbacks.before_skipped_step(2) == StepRequest.STOP
+    callbacks.restore_requests()
+    assert callbacks.before_skipped_step(2) == StepRequest.STOP
+    callbacks.before_step(3, batches)
+    assert callbacks.after_backward([]) == StepRequest.NONE
+
+
 def test_times_of_discarded_steps_do_not_count() -> None:
     timers, callbacks = Timers(level=1), CallbackList([])
     view: Any = types.SimpleNamespace(

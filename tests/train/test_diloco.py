@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -350,17 +351,58 @@ class ExcludedGroup:
         self.step, state.rounds = 8, 3
 
 
-def test_excluded_group_takes_part_in_the_round_of_the_state_that_it_loads() -> None:
-    outer, groups = OuterOptimizer(build_slots(1), DilocoConfig()), ExcludedGroup()
+def build_sync(groups: ExcludedGroup, steps: int) -> DilocoSync:
+    """The rounds of a run with one weight."""
     nothing = SimpleNamespace(wait=lambda: None, wait_params=lambda: None)
-    run = SimpleNamespace(train=SimpleNamespace(steps=20))
-    trainer: Any = SimpleNamespace(outer=outer, run=run, write_guard=nothing, data=nothing)
-    sync = DilocoSync(trainer, cast(Any, groups), cast(Any, groups))
+    trainer: Any = SimpleNamespace(
+        outer=OuterOptimizer(build_slots(1), DilocoConfig()),
+        run=SimpleNamespace(train=SimpleNamespace(steps=steps)),
+        write_guard=nothing,
+        data=nothing,
+        timers=SimpleNamespace(section=lambda name: nullcontext()),
+    )
+    return DilocoSync(trainer, cast(Any, groups), cast(Any, groups))
+
+
+def test_excluded_group_takes_part_in_the_round_of_the_state_that_it_loads() -> None:
+    groups = ExcludedGroup()
+    sync = build_sync(groups, steps=20)
     sync.state.rounds = 1
     with patched(diloco, "all_gather_loaded_params", lambda trainer: None):
         assert sync.after_step()
     assert groups.votes == [2, 4] and sync.state.rounds == 4
     assert groups.weights == [1.0, 0.0]
+
+
+class EndedEpoch(ExcludedGroup):
+    """Groups whose epoch ends with the vote about round 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.diloco = DilocoConfig(sync_every=2, fragment_delay=1)
+        self.changes_epoch, self.num_entered = False, 0
+
+    def start_exchange(self, work: Any) -> Any:
+        assert not self.changes_epoch, "the connections of the epoch are closed"
+        return super().start_exchange(work)
+
+    def commit_round(self, number: int, *, ok: bool) -> bool:
+        self.votes.append(number)
+        self.changes_epoch = number == 2
+        return True
+
+    def enter(self, state: Any) -> None:
+        self.changes_epoch, self.num_entered = False, self.num_entered + 1
+
+
+def test_fragments_of_the_last_step_are_sent_in_the_epoch_that_follows_the_last_vote() -> None:
+    groups = EndedEpoch()
+    sync = build_sync(groups, steps=5)
+    with patched(diloco, "all_gather_loaded_params", lambda trainer: None):
+        assert not sync.after_step()  # sends the round of step 4
+        groups.step = 5
+        assert sync.after_step()
+    assert groups.votes == [2, 3] and groups.num_entered == 1
 
 
 def test_schedule_counts_the_rounds_that_it_applies() -> None:

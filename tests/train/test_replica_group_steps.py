@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.checkpoint import state_transfer
 from megalith.checkpoint.state_transfer import StateServer
 from megalith.config.tree import Override
 from megalith.errors import CallbackError, RankError
@@ -38,6 +39,7 @@ from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepHooks, StepRequest, StepStats, train_step
 from megalith.train.synchronizer import SingleJob
 from tests.train.replica_group_jobs import (
+    TIMEOUT_SECONDS,
     Kill,
     LostGroupError,
     RunningCoordinator,
@@ -202,10 +204,16 @@ class StopAt(Callback):
 
 
 def _train_with_failed_vote(
-    rank: int, world: int, address: str, settings: dict[str, Override], path: Path, stops: int
+    rank: int,
+    world: int,
+    address: str,
+    settings: dict[str, Override],
+    path: Path,
+    stops: int,
+    stop_step: int,
 ) -> str:
-    """Train as one of two groups of one rank; group g1 votes once against step 3, and group `stops`
-    stops after step 5."""
+    """Train as one of two groups of one rank; group g1 votes once against step 3, and a callback of
+    group `stops` requests to stop after a step."""
     run = group_run(address, f"g{rank}", settings, path)
     commit, has_failed = ReplicaGroups.commit, [rank == 0]
 
@@ -213,20 +221,27 @@ def _train_with_failed_vote(
         fails, has_failed[0] = not has_failed[0] and step == 3, has_failed[0] or step == 3
         return commit(self, step, ok=ok and not fails, last=last)
 
-    callbacks = [StopAt(5)] if rank == stops else []
+    callbacks = [StopAt(stop_step)] if rank == stops else []
     with patched(ReplicaGroups, "commit", fail_once):
         mesh, folder = build_single_rank_mesh(), RunFolder(path / f"g{rank}")
         return run_training(run, folder, mesh, CPU, show=False, callbacks=callbacks).kind
 
 
-@pytest.mark.parametrize("stops", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stops", "stop_step"),
+    [
+        (0, 5),
+        pytest.param(1, 5, marks=pytest.mark.slow),
+        pytest.param(0, 2, marks=pytest.mark.slow, id="request in the discarded step"),
+    ],
+)
 def test_group_that_stops_discards_no_step_and_failed_vote_computes_no_sample_again(
-    tmp_path: Path, stops: int
+    tmp_path: Path, stops: int, stop_step: int
 ) -> None:
     train(tmp_path / "one", FP64)
     settings = FP64 | counts(1, 2) | {"checkpoint.every": "1"}  # group 0 saves, until it stops
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
-        arguments = coordinator.address, settings, tmp_path, stops
+        arguments = coordinator.address, settings, tmp_path, stops, stop_step
         kinds = run_ranks(_train_with_failed_vote, 2, *arguments, timeout=60)
         assert coordinator.status["num_discarded"] == 1, "only the step of the failed vote"
     assert kinds[stops] == "stopped" and kinds[1 - stops] == "done"
@@ -322,6 +337,57 @@ def test_group_that_starts_behind_a_resumed_one_loads_its_state(tmp_path: Path) 
             assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-9)
 
 
+def _build_state(step: int) -> Any:
+    """The state of a group without tensors."""
+    return SimpleNamespace(step=step, entries=list, export=dict)
+
+
+def _offer_without_memory_on_rank_1(rank: int, world: int, path: Path) -> tuple[bool, int]:
+    """Offer a state; return whether this rank offers it again, and its newest declined step."""
+
+    def fail(self: StateServer, *arguments: Any, **options: Any) -> None:
+        if rank == 1:
+            raise OSError("no space left")
+
+    run = group_run("127.0.0.1:9", "g0", FP64 | counts(1, 1) | {"parallel.dp": "2"}, path)
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank, timeout_seconds=60)
+    lines: list[str] = []
+    coordinator: Any = None if rank else _FailingCoordinator()  # Any: it lacks methods
+    groups = ReplicaGroups(run, mesh, coordinator, lines.append)
+    with patched(StateServer, "offer", fail):
+        groups._offer_state(_build_state(3))
+    groups.close()
+    assert "cannot serve its state to a group that joins: rank 1: no space left" in lines[0]
+    return groups._offers_state, groups._server._newest["state"]
+
+
+def test_group_serves_no_state_if_one_rank_has_no_memory_for_the_copy(tmp_path: Path) -> None:
+    assert run_ranks(_offer_without_memory_on_rank_1, 2, tmp_path, timeout=60) == [(False, 3)] * 2
+
+
+def test_closed_group_does_not_continue_to_load_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_transfer, "WAIT_SECONDS", 0.05)
+    run = group_run("127.0.0.1:9", "g0", FP64 | counts(1, 1), tmp_path)
+    coordinator: Any = _FailingCoordinator()  # Any: it lacks methods
+    groups = ReplicaGroups(run, build_single_rank_mesh(), coordinator, lambda line: None)
+    source = StateServer("127.0.0.1", groups._digest.hex(), CPU)  # it offers nothing
+    epoch = Epoch(
+        number=1,
+        participants=("g0", "g1"),
+        step=4,
+        addresses={},
+        state_addresses={"g1": (source.address,)},
+    )
+    groups._begin_catch_up(epoch, "g1", _build_state(0))
+    assert groups._catch_up is not None
+    groups.close()
+    error = groups._catch_up.future.exception(timeout=TIMEOUT_SECONDS / 2)
+    assert str(error) == f"the transfer from {source.address} was cancelled"
+    source.close()
+
+
 class _FailingCoordinator:
     """Coordinator whose requests raise an error that is not one of users."""
 
@@ -366,7 +432,7 @@ def test_group_that_waits_for_others_is_not_hung(tmp_path: Path) -> None:
         assert run.replica_group is not None
         reader = HeartbeatReader()
         heartbeat = RankHeartbeat(map_heartbeat(reader.fd))
-        heartbeat.set_timeouts(0.4, fixed_seconds=0.4)
+        heartbeat.set_timeouts(1.0, fixed_seconds=1.0)
         client = connect_coordinator(run.replica_group)
         groups = ReplicaGroups(
             run, build_single_rank_mesh(), client, lambda line: None, heartbeat=heartbeat
@@ -374,12 +440,12 @@ def test_group_that_waits_for_others_is_not_hung(tmp_path: Path) -> None:
         heartbeat.record("start")
         waiting = threading.Thread(target=_enter_until_closed, args=(groups,))
         waiting.start()  # there is no other group
-        states = _check_for(reader, seconds=1.2)
+        states = _check_for(reader, seconds=2.0)
         groups.close()
         waiting.join()
         assert not any(states), "the group waits for others"
         assert heartbeat.times == {} or heartbeat.times["start"].passes == 0, "no wait is learned"
-        assert any(_check_for(reader, seconds=0.8)), "without a wait it is found"
+        assert any(_check_for(reader, seconds=2.0)), "without a wait it is found"
         reader.close()
 
 

@@ -272,6 +272,7 @@ class CallbackList(StepHooks):
         self._started: list[Callback] = []
         self._requests: list[tuple[StepRequest, str]] = []  # with the name of the callback
         self._sent = self._requests  # those in the message of the current step
+        self._earlier: list[tuple[StepRequest, str]] = []  # made before the current step
         self._running = ""
         """Name of the callback that is called at this time; empty outside of callbacks."""
         self._step = 0
@@ -328,7 +329,7 @@ class CallbackList(StepHooks):
 
     def before_step(self, step: int, batches: StepBatches) -> StepBatches:
         """Return the batches of step `step` with the recorders of all callbacks."""
-        self._step = step
+        self._step, self._earlier = step, [*self._requests]
         for name in [*self._callbacks]:
             changed = self._call(name, "before_step", step, batches)
             batches = batches if changed is None else changed
@@ -337,12 +338,17 @@ class CallbackList(StepHooks):
     def before_skipped_step(self, step: int) -> StepRequest:
         """Return the requests of this rank that are executed after a skipped step; others wait for
         the next step."""
-        self._step = step
+        self._step, self._earlier = step, [*self._requests]
         self.notify("before_skipped_step", step)
         requests = _combine(self._requests) & AFTER_STEP
         waiting = ((kinds & ~AFTER_STEP, name) for kinds, name in self._requests)
         self._requests = [(kinds, name) for kinds, name in waiting if kinds]
         return requests
+
+    def restore_requests(self) -> None:
+        """Send the requests that were made before the current step again: the step is repeated,
+        because the replica groups have discarded it."""
+        self._requests = [*dict.fromkeys([*self._earlier, *self._requests])]
 
     def after_microbatch(self, index: int) -> None:
         """Call the callbacks after backward of a microbatch."""
