@@ -40,7 +40,7 @@ MAX_DIFFERENCES = 20
 DISCONNECT_FRACTION = 0.1
 """Part of `timeout_seconds` within which a group whose connection ended may connect again.
 Heuristic: the connection of a killed process ends at once, so its loss is detected early. Its
-vote is not awaited if another participant has voted against the step."""
+vote is not awaited if another participant has voted against the step and enough groups are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class Vote:
 
     ok: bool
     last: bool = False
-    """The group leaves after this step."""
+    """The group leaves after this step; it repeats a discarded one."""
 
     has_state: bool = True
     """Whether the group has the state of the step before; otherwise it still recovers that, and its
@@ -566,7 +566,7 @@ class QuorumState:
         self.version += 1
         voters: dict[str, Sender] = {}
         for group, sender in requests.items():
-            if votes[group].last:
+            if votes[group].last and commit:  # else it repeats the step
                 self.members.pop(group, None)
             elif self._is_connected(group, now):
                 voters[group] = sender
@@ -808,15 +808,21 @@ class QuorumState:
         member = self._find_participant(group)
         if member is None or member.waiting_since is not None:
             return False  # it has joined again instead of voting
-        if member.disconnected_at is not None and self._can_continue_without(group):
-            return False
+        if member.disconnected_at is not None and self._can_exclude_disconnected(now):
+            return False  # its connections to the coordinator and to another group have ended
         return member.is_live(now, self.limits)
 
-    def _can_continue_without(self, group: str) -> bool:
-        """Return whether the step is rejected and the other participants are enough for an epoch:
-        then the vote of a group whose connection has ended changes nothing."""
-        others = len(self.admitted) - (group in self.admitted)
-        return self.open_vote.is_rejected and others >= self.limits.min_groups
+    def _can_exclude_disconnected(self, now: float) -> bool:
+        """Return whether participants whose connections have ended are excluded at once: the step
+        is rejected, and the next epoch can begin without them. If it cannot, the others would wait
+        anyway, and would have to join without the gradients that they keep."""
+        connected = {
+            group
+            for group in self.admitted
+            if (member := self._find_participant(group)) and member.disconnected_at is None
+        }
+        groups = connected | {*self._ready_groups(now)}
+        return self.open_vote.is_rejected and len(groups) >= self.limits.min_groups
 
     def _ready_groups(self, now: float) -> list[str]:
         """Return the connected groups whose join request waits."""

@@ -296,7 +296,8 @@ class ReplicaGroups:
         try:
             self._server.offer(state.step, state.entries(), state.export())
         except OSError as error:
-            problem = f"rank {self.mesh.world.rank}: {error}"
+            world = self.mesh.world
+            problem = f"rank {world.rank}: {error}" if world.size > 1 else str(error)
         problems = [each for each in gather_objects(problem, self.mesh.world) if each]
         if problems:
             self._server.release()

@@ -134,6 +134,22 @@ def test_rejected_step_waits_for_a_group_without_which_no_epoch_can_begin() -> N
     assert answer.epoch.participants == ("a", "b")  # a keeps its gradients
 
 
+def test_groups_that_are_lost_together_are_awaited_if_too_few_are_left() -> None:
+    state = start_groups("abc", BOTH)
+    for name in "bc":
+        state.record_disconnect(name, ord(name) - 96, 5)
+    assert state.vote(sender("a", 2), ballot(1, 1, ok=False), 5.01) == []
+    assert state.join(sender("b", 1, incarnation=8), request(), 5.2) != []
+
+
+def test_group_that_leaves_after_a_step_repeats_it_if_it_is_discarded() -> None:
+    state = start_groups("ab", BOTH)
+    assert state.vote(sender("a", 2), ballot(1, 1, last=True), 5.1) == []
+    decision = answers(state.vote(sender("b", 2), ballot(1, 1, ok=False), 5.2))["a2"]
+    assert isinstance(decision, Decision) and decision.epoch is not None
+    assert (decision.commit, decision.epoch.participants) == (False, ("a", "b"))
+
+
 def test_no_group_continues_alone_below_min_groups() -> None:
     state = start_groups("ab", BOTH)
     state.record_disconnect("b", 2, 5)
