@@ -93,6 +93,7 @@ def test_lost_groups_change_nothing(
     }
     layout: dict[str, Override] = {"parallel.dp": str(size)}
     settings = FP64 | settings | layout | counts(2, 2) | {"checkpoint.every": "0"}
+    settings["replica_group.timeout_seconds"] = "60"  # on a slow machine it joins within a tenth
     with RunningCoordinator(tmp_path / "coordinator") as coordinator:
         arguments = coordinator.address, settings, tmp_path, losses, 2
         results = run_ranks(train_and_lose, 2 * size, *arguments, timeout=200)
