@@ -6,14 +6,15 @@ not end the others. Every epoch (set of participants) has its own connections: a
 the peers see the closed connections at once, and the next epoch opens new ones.
 """
 
+import json
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -457,6 +458,26 @@ def _cut_into_pieces(tensors: Sequence[Tensor], numel: int) -> Iterator[list[Ten
 def _view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor in host memory."""
     return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def broadcast_json(
+    exchange: GroupExchange,
+    value: Mapping[str, Any] | None,  # Any: JSON
+) -> dict[str, Any]:
+    """Return on all groups the JSON document that one of them sends; `value` is None on the others.
+
+    Raises:
+        GroupExchangeError: a group was lost.
+    """
+    data = bytearray() if value is None else bytearray(json.dumps(value).encode())
+    nbytes = torch.tensor([len(data)])
+    exchange.all_reduce_([nbytes])
+    message = torch.zeros(int(nbytes), dtype=torch.uint8)
+    if data:
+        message.copy_(torch.frombuffer(data, dtype=torch.uint8))
+    exchange.all_reduce_([message])
+    received: dict[str, Any] = json.loads(message.numpy().tobytes())
+    return received
 
 
 def configure_socket(connection: socket.socket, timeout_seconds: float) -> None:

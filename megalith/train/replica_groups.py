@@ -35,6 +35,7 @@ from megalith.parallel.group_exchange import (
     PeerListener,
     RingExchange,
     RingMember,
+    broadcast_json,
     connect_ring,
 )
 from megalith.parallel.mesh import Mesh
@@ -496,7 +497,7 @@ class ReplicaGroups:
 
         def receive() -> None:
             exchange.all_reduce_([last_update])
-            received.append(_broadcast_json(exchange, sent))
+            received.append(broadcast_json(exchange, sent))
 
         if not self._succeeds_on_all_ranks(receive):
             return False
@@ -803,26 +804,6 @@ def _split_values(values: list[float], *sizes: int) -> tuple[list[float], ...]:
         parts.append(values[start : start + size])
         start += size
     return (*parts, values[start:])
-
-
-def _broadcast_json(
-    exchange: RingExchange,
-    value: Mapping[str, Any] | None,  # Any: JSON
-) -> dict[str, Any]:
-    """Return on all groups the JSON document that one of them sends; `value` is None on the others.
-
-    Raises:
-        GroupExchangeError: a group was lost.
-    """
-    data = bytearray() if value is None else bytearray(json.dumps(value).encode())
-    nbytes = torch.tensor([len(data)])
-    exchange.all_reduce_([nbytes])
-    message = torch.zeros(int(nbytes), dtype=torch.uint8)
-    if data:
-        message.copy_(torch.frombuffer(data, dtype=torch.uint8))
-    exchange.all_reduce_([message])
-    received: dict[str, Any] = json.loads(message.numpy().tobytes())
-    return received
 
 
 class ReplicaGroupSync:
